@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
-from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
+from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.recorded_step import RecordedStep
 from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_plan
 from ..runtime.links.pool import new_link
@@ -64,7 +64,7 @@ class PlacedRunner(StepRunner):
             this = weakref.WeakMethod(self._explained)
             shards.tell(lambda error: error if (explained := this()) is None else explained(error))
         self._before = before if isinstance(before, PlacedRunner) else None
-        self._times: dict[Any, UpdateCosts] = {} if self._before is None else self._before._times
+        self._times: dict[Any, float] = {} if self._before is None else self._before._times
         # by signature, what forwards without gradients allocate
         self._forward_bytes: dict[Any, int] = {} if self._before is None else self._before._forward_bytes
         self._staying: set[int] = set()  # by id, parameters that have to stay on the device

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,7 @@ from ..tensors.undo import OTHERS, is_as_before, is_generator, note, put_back
 from .allocations import logged, peak_of
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
-# Elements of the parameters on which a step's bytes are measured; the last are for when the time is of no interest.
-_SIZED, _SIZED_QUICKLY = 1 << 18, 1 << 14
+_SIZED = 1 << 20  # elements of the parameters on which a step's bytes are measured, at most
 # And its time: a quarter of what the optimizer updates, but at least and at most so many. The most are more than the
 # caches of a host hold, and take an accelerator far longer than launching the kernels.
 _LEAST_TIMED, _MOST_TIMED = 1 << 20, 1 << 26
@@ -40,43 +39,24 @@ _OTHER = (
 )
 
 
-class UpdateCosts(NamedTuple):
-    """What an update takes for each byte of a parameter.
-
-    Attributes:
-        alone: bytes if the optimizer updates no other before it.
-        left: bytes that it holds while it updates the next one.
-        together: bytes that each of several adds if it updates them at once; 0 if it does not.
-        by_shape: whether bytes depend on the shape, as with Muon, which multiplies matrices.
-    """
-
-    seconds: float
-    alone: float
-    left: float
-    together: float
-    by_shape: bool = False
-
-
 class OptimizerProbe:
     """Measures the optimizers that update a model.
 
     Args:
         device: on which parameters are updated, unless the host does it.
-        times: earlier measurements; new ones are added. None: an update's seconds are of no interest, and 0.
+        costs: earlier measurements; new ones are added. None: an update's seconds are of no interest, and 0.
 
     Raises:
         OptionError: if an optimizer does not update each parameter by itself, or needs a closure.
     """
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], device: torch.device, times: dict[Any, UpdateCosts] | None
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], device: torch.device, costs: dict[Any, float] | None) -> None:
         self._device = device
-        self._repeats = 0 if times is None else _REPEATS
+        self._repeats = 0 if costs is None else _REPEATS
         self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._states: dict[Any, dict[str, Any]] = {}
         self._device_alone: set[Any] = set()  # keys of those whose optimizers fail on the host
-        self._times = {} if times is None else times
+        self._costs = {} if costs is None else costs
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise OptionError(
@@ -121,38 +101,28 @@ class OptimizerProbe:
 
     def update_time(self, parameters: Sequence[nn.Parameter]) -> float:
         """Return the seconds of updating `parameters` on the device."""
-        return sum(self._timed(p, self._device).seconds * local(p).nbytes for p in parameters if self.updates(p))
+        return sum(self._seconds_of(p, self._device) for p in parameters if self.updates(p))
 
     def host_update_time(self, parameters: Sequence[nn.Parameter]) -> float | None:
         """Return the seconds of updating `parameters` on the host's processor; None if it cannot."""
         if not self.on_host(parameters):
             return None
-        return sum(self._timed(p, _HOST).seconds * local(p).nbytes for p in parameters if self.updates(p))
+        return sum(self._seconds_of(p, _HOST) for p in parameters if self.updates(p))
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        """Return what updating `parameters` takes beside them, their gradients and their states."""
-        most = together = beside = 0.0
-        before: nn.Parameter | None = None
-        for p in filter(self.updates, parameters):
-            found = self._timed(p, self._device)
-            nbytes = local(p).nbytes
-            most = max(most, self._left(before, p) + found.alone * nbytes)
-            together += found.together * nbytes
-            beside = max(beside, (found.alone - found.together) * nbytes)
-            before = p
-        return int(max(most, together + beside)) + _SCALARS * len(parameters)
-
-    def _left(self, before: nn.Parameter | None, now: nn.Parameter) -> float:
-        """Return what the update of one parameter holds while the next is updated, at most. Adafactor, say, keeps the
-        mean of a matrix's rows until the next matrix, past any vector."""
-        if before is None:
-            return 0.0
-        found = self._timed(before, self._device)
-        return local(before).nbytes * (found.alone if found.by_shape and before.dim() != now.dim() else found.left)
+        """Return what updating `parameters` takes beside them, their gradients and their states: what it takes on
+        smaller ones of their proportions, times their elements for each of those."""
+        updated = [p for p in parameters if self.updates(p)]
+        by = max(1.0, sum(local(p).numel() for p in updated) / _SIZED)
+        shapes = [_shrunk(p, by) for p in updated]
+        key = self._device, *((self._key(p), shape) for p, shape in zip(updated, shapes, strict=True))
+        if key not in self._costs:
+            self._costs[key] = self._bytes(updated, shapes, self._device)
+        return int(by * self._costs[key]) + _SCALARS * len(parameters)
 
     def _key(self, parameter: nn.Parameter) -> Any:
-        _, group = self._group[id(parameter)]
-        return id(group), parameter.dtype, parameter.dim()
+        optimizer, group = self._group[id(parameter)]
+        return type(optimizer), id(group), parameter.dtype, parameter.dim()
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of a small parameter of the same kind; checks the optimizer first."""
@@ -179,8 +149,8 @@ class OptimizerProbe:
         apart = [copy.deepcopy(p) for p in small]
         for p, q in zip(small, apart, strict=True):
             q.grad = None if p.grad is None else p.grad.clone()
-        both = self._stand_in(parameter, small)
-        one_by_one = self._stand_in(parameter, apart)
+        both = self._stand_in([(parameter, p) for p in small])
+        one_by_one = self._stand_in([(parameter, p) for p in apart])
         options = _options(both)
         name, drew = type(self._group[id(parameter)][0]).__name__, False
         try:
@@ -206,30 +176,26 @@ class OptimizerProbe:
             raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
         return both.state[small[0]]
 
-    def _timed(self, parameter: nn.Parameter, device: torch.device) -> UpdateCosts:
-        """Return what updating a byte of a parameter takes."""
-        key = device, type(self._group[id(parameter)][0]), self._key(parameter)
-        elements = _SIZED if self._repeats else _SIZED_QUICKLY
-        if key not in self._times:
+    def _seconds_of(self, parameter: nn.Parameter, device: torch.device) -> float:
+        """Return the seconds of updating a parameter. Where bytes depend on the shape, as with Muon, which multiplies
+        matrices, seconds do."""
+        if not self._repeats:
+            return 0.0
+        key: Any = (device, self._key(parameter))
+        if key not in self._costs:
             self._state(parameter)
             try:
-                found = UpdateCosts(0.0, *self._bytes(parameter, _shape(parameter, elements), device))
-                if parameter.dim() > 1:
-                    other = self._bytes(parameter, _shape(parameter, elements, 64), device)
-                    found = found._replace(by_shape=not math.isclose(sum(other), sum(found[1:4]), rel_tol=0.001))
-                if self._repeats and not found.by_shape:
-                    found = found._replace(seconds=self._seconds_of_a_byte(parameter, device))
+                one, other = (self._bytes([parameter], [_shape(parameter, 1 << 14, n)], device) for n in (512, 64))
+                alike = math.isclose(one, other, rel_tol=0.001)
             except RuntimeError:  # no memory, as for a square matrix of so many rows
-                found = UpdateCosts(0.0, 0.0, 0.0, 0.0, by_shape=True)
-            self._times[key] = found
-        if not (found := self._times[key]).by_shape:
-            return found
-        if (own := (*key, tuple(local(parameter).shape))) not in self._times:
-            timed = _scaled(parameter, _LEAST_TIMED)
-            seconds = self._seconds(parameter, timed, device) if self._repeats else 0.0
-            sized = self._bytes(parameter, _scaled(parameter, _SIZED), device)
-            self._times[own] = UpdateCosts(seconds / (math.prod(timed) * parameter.itemsize), *sized, by_shape=True)
-        return self._times[own]
+                alike = False
+            self._costs[key] = self._seconds_of_a_byte(parameter, device) if alike else math.nan
+        if math.isnan(self._costs[key]):
+            shape = _shrunk(parameter, max(1.0, local(parameter).numel() / _LEAST_TIMED))
+            key = (*key, shape)
+            if key not in self._costs:
+                self._costs[key] = self._seconds(parameter, shape, device) / (math.prod(shape) * parameter.itemsize)
+        return self._costs[key] * local(parameter).nbytes
 
     def _seconds_of_a_byte(self, parameter: nn.Parameter, device: torch.device) -> float:
         """Return the seconds that each byte of a parameter adds to its update: what an update takes whatever its size,
@@ -256,19 +222,24 @@ class OptimizerProbe:
         for group in groups.values():
             yield from group["params"]
 
-    def _bytes(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> tuple[float, float, float]:
-        small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
-        made = [self._stand_in(parameter, small[:count]) for count in (1, 2, 3)]
-        with _unchanged(made[0]):  # they share attributes
-            for several in made:
-                own_step(several)
-            alone, two, three = (peak_of(logged(partial(own_step, some), device)[1]) / small[0].nbytes for some in made)
-        return alone, two - alone, max(0.0, three - two)
+    def _bytes(
+        self, parameters: Sequence[nn.Parameter], shapes: Sequence[tuple[int, ...]], device: torch.device
+    ) -> int:
+        """Return the most bytes that updating parameters of these `shapes` takes, by each optimizer in turn."""
+        small = [(p, _small(s, p.dtype, n, device)) for n, (p, s) in enumerate(zip(parameters, shapes, strict=True))]
+        most = 0
+        for of in {id(optimizer): None for optimizer, _ in self._group.values()}:
+            if own := [(p, one) for p, one in small if id(self._group[id(p)][0]) == of]:
+                made = self._stand_in(own)
+                with _unchanged(made):
+                    own_step(made)  # which makes the states
+                    most = max(most, peak_of(logged(partial(own_step, made), device)[1]))
+        return most
 
     def _seconds(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> float:
         """Return the seconds of updating a parameter of that shape, by the threads that will do it."""
         large = _small(shape, parameter.dtype, 1, device)
-        optimizer, seconds, threads = self._stand_in(parameter, [large]), [], torch.get_num_threads()
+        optimizer, seconds, threads = self._stand_in([(parameter, large)]), [], torch.get_num_threads()
         if device != self._device:
             torch.set_num_threads(host_threads())
         try:
@@ -283,17 +254,21 @@ class OptimizerProbe:
             torch.set_num_threads(threads)
         return statistics.median(seconds[1:])
 
-    def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:
-        """Return a copy of the parameter's optimizer that updates `small` instead."""
-        optimizer, group = self._group[id(parameter)]
+    def _stand_in(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Optimizer:
+        """Return a copy of an optimizer that updates, in place of each of some parameters, a small one."""
+        optimizer, _ = self._group[id(pairs[0][0])]
         made = copy_of(optimizer)
-        made.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": small}]
-        made.state = defaultdict(dict)
-        known = optimizer.state.get(parameter, {})
-        tensors = [t for t in known.values() if isinstance(t, torch.Tensor)]
-        alike = all((t.numel() == 1 and t.dim() < 2) or t.shape == parameter.shape for t in tensors)
-        for p in small if known and alike else ():  # an optimizer may make its state in its constructor
-            made.state[p] = {k: _like(v, parameter, p) for k, v in known.items()}
+        made.param_groups, made.state = [], defaultdict(dict)
+        for group in optimizer.param_groups:
+            if several := [small for p, small in pairs if self._group[id(p)][1] is group]:
+                options = {k: v for k, v in group.items() if k != "params"}
+                made.param_groups.append({**copy.deepcopy(options), "params": several})
+        for parameter, small in pairs:
+            known = optimizer.state.get(parameter, {})
+            tensors = [t for t in known.values() if isinstance(t, torch.Tensor)]
+            if known and all((t.numel() == 1 and t.dim() < 2) or t.shape == parameter.shape for t in tensors):
+                # an optimizer may make its state in its constructor
+                made.state[small] = {k: _like(v, parameter, small) for k, v in known.items()}
         return made
 
 
@@ -344,11 +319,15 @@ def _shape(parameter: nn.Parameter, elements: int, columns: int = 512) -> tuple[
     return (elements,) if parameter.dim() < 2 else (elements // columns, columns, *(1 for _ in parameter.shape[2:]))
 
 
-def _scaled(parameter: nn.Parameter, elements: int) -> tuple[int, ...]:
-    """Return the parameter's shape, its first two dimensions reduced alike if it has more than so many elements."""
-    here = local(parameter)
-    by = math.sqrt(max(1.0, here.numel() / elements))
-    return tuple(max(1, round(size / by)) if n < 2 else size for n, size in enumerate(here.shape))
+def _shrunk(parameter: nn.Parameter, by: float) -> tuple[int, ...]:
+    """Return the parameter's shape with so many times fewer elements, the first two dimensions reduced alike."""
+    sizes = list(local(parameter).shape)
+    shorter_first = sorted(range(len(sizes[:2])), key=sizes.__getitem__)
+    for left, n in zip(range(len(shorter_first), 0, -1), shorter_first, strict=True):
+        size = max(1, sizes[n])
+        sizes[n] = math.ceil(size / by ** (1 / left))
+        by *= sizes[n] / size
+    return tuple(sizes)
 
 
 _HOST = torch.device("cpu")

@@ -125,11 +125,15 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+_VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory_at = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+
 def memory_of(data: torch.UntypedStorage | torch.Tensor) -> memoryview:
     """Return the bytes of a storage of the CPU, or of a contiguous tensor; unlike after ``tensor.numpy()`` it can be
     resized, as FSDP does, and is none of NumPy's."""
     nbytes = data.nbytes if isinstance(data, torch.Tensor) else data.nbytes()
-    return memoryview((ctypes.c_char * nbytes).from_address(data.data_ptr())).cast("B")
+    return _memory_at(data.data_ptr(), nbytes, 0x200)  # to be read and written
 
 
 def rounded(nbytes: int, block: int) -> int:

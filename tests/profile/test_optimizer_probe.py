@@ -35,6 +35,7 @@ SEVERAL = {
     "Rprop at once": (partial(torch.optim.Rprop, foreach=True), [(64, 64)] * 4),  # beside all signs a mask of one
     "Adafactor": (torch.optim.Adafactor, [(512, 130), (512,)]),  # means of rows stay until the next matrix
     "Adafactor of a row": (torch.optim.Adafactor, [(1, 1, 640), (640,)]),  # with means of one element
+    "Adafactor of convolutions": (torch.optim.Adafactor, [(64, 3, 7, 7), (512, 128, 1, 1), (64, 512, 3, 3)]),
     "AdamW": (torch.optim.AdamW, [(96, 96), (96,), (96, 96)]),
     "AdamW at once": (partial(torch.optim.AdamW, foreach=True), [(96, 96), (96,), (96, 96)]),
 }
