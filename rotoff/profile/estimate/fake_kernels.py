@@ -9,15 +9,13 @@ both devices support them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 
-from ...tape.operators import kind_of, tensors_of
+from ...tape.operators import kind_of
 from ...tensors.eager_mode import EagerMode
 from ...tensors.tree import leaves
 
@@ -79,11 +77,6 @@ class FakeKernels(EagerMode, FakeTensorMode):
                 self._unknown[t.untyped_storage()._cdata] = t.untyped_storage()
 
     def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        given = tensors_of(args, kwargs)
-        if _makes_views(func) and all(type(t) is FakeTensor and t.constant is None for t in given):
-            with in_kernel_invocation_manager(self):  # all else that the mode does takes several times as long
-                made = func(*args, **kwargs)
-            return tree_map_only(torch.Tensor, lambda t: t if type(t) is FakeTensor else FakeTensor(self, t, CPU), made)
         inside, self._inside = self._inside, True
         try:
             return self.dispatch(func, types, args, kwargs)
@@ -112,13 +105,6 @@ class FakeKernels(EagerMode, FakeTensorMode):
 
 def _is_small(t: torch.Tensor) -> bool:
     return t.numel() <= (SMALL if t.is_floating_point() else SMALL_WHOLE)
-
-
-@cache
-def _makes_views(func: Any) -> bool:
-    """Whether an operation makes views by a kernel of its own, and not by others."""
-    implicit = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return kind_of(func).view and not implicit
 
 
 def _mixed(weight: Any) -> bool:
