@@ -200,8 +200,8 @@ class OptimizerProbe:
     def _seconds_of_a_byte(self, parameter: nn.Parameter, device: torch.device) -> float:
         """Return the seconds that each byte of a parameter adds to its update: what an update takes whatever its size,
         such as the launch of kernels, is shared by all parameters of a step."""
-        key = self._key(parameter)
-        alike = sum(local(one).numel() for one in self._parameters() if self._key(one) == key)
+        key, (_, group) = self._key(parameter), self._group[id(parameter)]
+        alike = sum(local(one).numel() for one in group["params"] if self._key(one) == key)
         elements = min(max(alike // 4, _LEAST_TIMED), _MOST_TIMED)
         while True:
             try:
@@ -215,12 +215,6 @@ class OptimizerProbe:
                 elements = max(elements // 4, _LEAST_TIMED)
         # with a noisy clock updates must not seem to be free
         return max(large - small, large / 10) / (elements * 3 // 4 * parameter.itemsize)
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the optimizers."""
-        groups = {id(group): group for _, group in self._group.values()}
-        for group in groups.values():
-            yield from group["params"]
 
     def _bytes(
         self, parameters: Sequence[nn.Parameter], shapes: Sequence[tuple[int, ...]], device: torch.device
