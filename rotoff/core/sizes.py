@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import LimitError
@@ -14,7 +14,8 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
-SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))  # units
+BYTES = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))  # units, largest first
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 NO_LIMIT = 2**62  # more than any device has
 MOST = 10**308  # larger sizes are cut to this, since reports need a float
 _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
@@ -88,24 +89,25 @@ def _in_text(text: str, what: str) -> int | float:
     return number * scale
 
 
+def unit_of(number: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The largest of `units` in which `number` is at least 1, else the smallest."""
+    return next((unit for unit in units if abs(number) >= unit[1]), units[-1])
+
+
 def format_bytes(number: float) -> str:
     """`number` bytes in the largest binary unit in which it is at least 1, such as ``"1.31 GiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(number) < 1024 or unit == "TiB":
-            return f"{number:.0f} B" if unit == "B" else f"{number:.{'2f' if abs(number) < 1e6 else '3g'}} {unit}"
-        number /= 1024
-    raise AssertionError("unreachable")
+    name, size = unit_of(number, BYTES)
+    many = number / size
+    return f"{many:.{'0f' if name == 'B' else '2f' if abs(many) < 1e6 else '3g'}} {name}"
 
 
 def format_seconds(seconds: float) -> str:
     """`seconds` in s, ms or µs, such as ``"97.14 ms"``."""
-    name, length = next((one for one in SECONDS if seconds >= one[1]), SECONDS[-1])
+    name, length = unit_of(seconds, SECONDS)
     return f"{seconds / length:.4g} {name}"
 
 
 def as_size(number: int) -> str:
     """At most `number` bytes as text that `parse_bytes` reads, such as ``"1.31 GiB"``."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if number >= 1 << power:
-            return f"{math.floor(100 * number / (1 << power)) / 100} {unit}"
-    return f"{number} B"
+    name, size = unit_of(number, BYTES[1:])
+    return f"{math.floor(100 * number / size) / 100} {name}" if size > 1 else f"{number} B"

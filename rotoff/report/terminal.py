@@ -14,7 +14,7 @@ from ..core.chain import Chain
 from ..core.figures import percent
 from ..core.sequence import Op
 from ..core.simulator import Trace
-from ..core.sizes import format_bytes, format_seconds, parse_bytes
+from ..core.sizes import BYTES, format_bytes, format_seconds, unit_of
 from .expected_step import ShownStep, held, lanes, shown_step
 from .summary import in_words
 
@@ -87,8 +87,7 @@ def _curve(trace: Trace, limit: int | None, room: int) -> list[str]:
                 peaks[column], parameters[column] = device, theirs_now
     eighths = [-(-peak * _HEIGHT * 8 // top) for peak in peaks]
     theirs = [round(part * _HEIGHT / top) for part in parameters]
-    unit = format_bytes(top).split()[1]
-    size = parse_bytes(f"1 {unit}")
+    unit, size = unit_of(top, BYTES)
     marks = {_HEIGHT: f"{top / size:.3g} {unit}", (_HEIGHT + 1) // 2: f"{top / size / 2:.3g} {unit}", 1: f"0 {unit}"}
     rows = []
     for row in range(_HEIGHT, 0, -1):
