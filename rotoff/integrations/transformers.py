@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..errors import OptionError
-from ..tools.attach import ForTrainer, attached, wrapped_since
+from ..tools.attach import ForTrainer, attached
 
 logger = logging.getLogger("rotoff")
 FLAGS = ("gradient_checkpointing", "activation_checkpointing")
@@ -21,14 +20,14 @@ UNDERSTOOD = {"offload", "every_n_layers", "use_reentrant"}
 
 
 class RotoffCallback(ForTrainer, TrainerCallback):  # type: ignore[misc]
-    """Trains the trainer's model inside `mem_limit` or ``device_limit``; pass it to the trainer's constructor.
+    """Trains the trainer's model inside `mem_limit` or ``device_limit``.
 
     The model stays the same object, so the trainer saves and loads the same files as without the callback. Several
     processes follow one plan.
 
-    ``gradient_checkpointing=True`` is read as a wish for less memory, and switched off: rotoff decides within the
-    limit. Of ``gradient_checkpointing_kwargs``, ``offload`` decides about the mode where none is given: False
-    recomputes only.
+    Given to the constructor, it reads ``gradient_checkpointing=True`` as a wish for less memory, and switches it off:
+    rotoff decides within the limit. Of ``gradient_checkpointing_kwargs``, ``offload`` decides about the mode where none
+    is given: False recomputes only.
 
     Args:
         mem_limit, options: as for `rotoff.attach`; a `RotoffConfig` holds all of them.
@@ -49,19 +48,9 @@ class RotoffCallback(ForTrainer, TrainerCallback):  # type: ignore[misc]
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        # By now the trainer may have wrapped the model's forward in autocast, and a plan must be inside of it.
-        if self.planned is None:
-            raise OptionError(
-                "RotoffCallback was added to a finished trainer; give it to the constructor: callbacks=[...]"
-            )
-        # `model_init` has made another model, or another trainer's callback has planned this one since
-        if all(attached(module) is not self.planned for module in model.modules()):
-            if wrapped_since(model):
-                raise OptionError(
-                    "the trainer trains a model that this callback has not planned (made by model_init, or planned by"
-                    " another callback since), and has wrapped its forward for mixed precision; call"
-                    " rotoff.attach(model, limit) where the model is made, and leave the callback out"
-                )
+        # it was added to a finished trainer, `model_init` has made another model, or another trainer's callback has
+        # planned this one since
+        if self.planned is None or all(attached(module) is not self.planned for module in model.modules()):
             self._attach(model, args.world_size)
         self._begin(state.global_step, optimizer)
 

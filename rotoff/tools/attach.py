@@ -118,12 +118,6 @@ class ForTrainer:
         logger.warning("rotoff: training has ended, and no step was planned or limited: %s", why[0])
 
 
-def wrapped_since(model: nn.Module) -> bool:
-    """Whether something else has replaced the forward of `model`, after it was attached if it is: autocast, say."""
-    forward, known = vars(model).get("forward"), vars(model).get(ATTACHED)
-    return forward is not None and (known is None or getattr(forward, "__func__", None) is not known.function)
-
-
 def detach(model: nn.Module) -> None:
     """Restore the model's own forward; does nothing if the model is not attached.
 

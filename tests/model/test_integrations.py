@@ -130,17 +130,21 @@ def alike(trainer: Any, plain: Any) -> bool:
 
 @pytest.mark.parametrize(
     "how",
-    ["limited", "bf16", "from a file", "made by the trainer", "placed, made by the trainer", "placed, evaluated"],
+    [
+        *("limited", "bf16", "from a file", "placed, evaluated", "bf16, added"),
+        *("made by the trainer", "bf16, made by the trainer", "placed, made by the trainer"),
+    ],
 )
 def test_trainer(tmp_path: Path, how: str, plainly: Callable[..., Any]) -> None:
-    """Also where ``train`` makes another model than the constructor; its forward must not be wrapped before it is
-    planned."""
-    options: dict[str, Any] = {"model_init": build} if "made" in how else {"bf16": how == "bf16"}
+    """Also where ``train`` makes another model than the constructor, and plans a forward that is wrapped already."""
+    options: dict[str, Any] = {"bf16": "bf16" in how} | ({"model_init": build} if "made" in how else {})
     if "evaluated" in how:  # clipped, and by its own schedule
         options |= {"evaluates": True, "eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.5}
     plain, (args, kwargs) = plainly(**options), asked(how, tmp_path)
     callback = for_trainer(*args, **kwargs)
-    trainer = hugging_face(tmp_path / "planned", callback, **options)
+    trainer = hugging_face(tmp_path / "planned", *([] if "added" in how else [callback]), **options)
+    if "added" in how:
+        trainer.add_callback(callback)
     trainer.train()
     assert does_as_asked(how, callback.planned)
     assert callback.planned is attached(trainer.model) or "made" not in how
@@ -225,7 +229,6 @@ def test_the_first_of_two_trainers_keeps_its_limit(tmp_path: Path, shared: str, 
 
 
 def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
-    trainer = hugging_face(tmp_path)
     with pytest.raises(LimitError, match="device_limit is '2 GiB'; give one of them"):
         for_trainer(rotoff.RotoffConfig(mem_limit="1 GiB"), device_limit="2 GiB")
     during = for_trainer(device_limit=a_device_limit(), updates="during", refine=False)
@@ -235,12 +238,6 @@ def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
     rotoff.attach(attached_by_hand, "1 GiB")
     with pytest.raises(OptionError, match="attached already"):
         hugging_face(tmp_path, for_trainer("1 MiB"), model=attached_by_hand)
-    trainer.add_callback(for_trainer("1 GiB"))
-    with pytest.raises(OptionError, match="give it to the constructor"):
-        trainer.train()
-    trainer = hugging_face(tmp_path, for_trainer(a_limit()), model_init=build, bf16=True)
-    with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) where the model is made"):
-        trainer.train()
     for wrong in ("0%", "101%", "half%"):
         with pytest.raises(LimitError, match="a share of keeping everything such as"):
             hugging_face(tmp_path, for_trainer(wrong))
