@@ -14,7 +14,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checkpointable import ATTACHED, Checkpointable
@@ -33,9 +32,9 @@ def attach(
     """Run training forwards of `model` itself inside `mem_limit`; returns the `Checkpointable` that plans them.
 
     The model is measured and planned at its first training forward, or earlier by the result's `measure`. In `eval`
-    mode and without gradients its own forward runs. Anything that wraps the forward later (autocast by Accelerate, DDP)
-    stays around the planned one. A deep copy of the model has a plan of its own. A pickle (``torch.save(model)``) has
-    the model without a plan; attach it again after loading.
+    mode (but for a frozen model) and without gradients its own forward runs. Anything that wraps the forward later
+    (autocast by Accelerate, DDP) stays around the planned one. A deep copy of the model has a plan of its own. A pickle
+    (``torch.save(model)``) has the model without a plan; attach it again after loading.
 
     Args:
         mem_limit: as for `Checkpointable.compute_sequence`; or a share such as ``"50%"`` of what keeping everything
@@ -171,10 +170,7 @@ class Attachment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._inside:
             return self.original(*args, **kwargs)
-        if not self.model.training or not torch.is_grad_enabled():
-            with self.planned.streamed():
-                return self.original(*args, **kwargs)
-        self.planned.training = True
+        self.planned.training = self.model.training
         if self.share is not None:
             self._plan_share(*self.share)
         return self._within(self.planned.forward, args, kwargs)

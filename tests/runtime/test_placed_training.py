@@ -1280,16 +1280,21 @@ def test_a_frozen_model_needs_no_optimizer(use: Any) -> None:
     assert use is closed or sum(map(in_file(), net.parameters())) > 8  # of 36
 
 
-def test_a_frozen_model_keeps_its_limit() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_frozen_model_keeps_its_limit(in_place: bool) -> None:
     """Also where a plan would find no room; thawed, it asks for the optimizer."""
     net, x = nn.Sequential(*(nn.Linear(96, 96) for _ in range(8))).requires_grad_(False), torch.randn(8, 96)
-    model = rotoff.Checkpointable(net).compute_sequence(device_limit="20 KiB")
+    planned = rotoff.attach(net) if in_place else rotoff.Checkpointable(net)
+    planned.compute_sequence(device_limit="20 KiB")
+    model = net if in_place else planned
     looked_up(model, net, x)
     assert peak_bytes(lambda: looked_up(model, net, x), before=lambda: own_again(net, [])) + x.nbytes <= 20 << 10
+    planned.compute_sequence(device_limit=1024)
     with pytest.raises(rotoff.InfeasibleError, match="a forward without gradients needs at least") as refused:
-        looked_up(model.compute_sequence(device_limit=1024), net, torch.randn(9, 96))
-    looked_up(model.compute_sequence(device_limit=refused.value.min_mem_limit), net, torch.randn(9, 96))
-    looked_up(model.compute_sequence(device_limit="1 MiB"), net, torch.randn(9, 96))
+        looked_up(model, net, torch.randn(9, 96))
+    for enough in (refused.value.min_mem_limit, "1 MiB"):
+        planned.compute_sequence(device_limit=enough)
+        looked_up(model, net, torch.randn(9, 96))
     assert not any(map(in_file(), net.parameters()))
     net[4].requires_grad_()
     with pytest.raises(rotoff.OptionError, match="needs the optimizer.*since 2 parameters need gradients"):
