@@ -89,7 +89,7 @@ class ForTrainer:
         known, placed = model.__dict__.get(ATTACHED), self._placed
         if known is not None and known.by_callback:
             detach(model)
-        options = {**({"process_group": True} if processes > 1 and not placed else {}), **self._options}
+        options = {**({"process_group": True} if processes > 1 else {}), **self._options}
         if self._left is not None and self._left[0] == options and self._left[1].is_of(model):
             self._left[1].begin()
             return

@@ -19,7 +19,7 @@ FURTHER = (
     *(f"{model} plainly {updates}" for model in ("adamw", "adapters", "frozen", "mixed", "unsharded") for updates in UPDATES),
     *(f"{model} plainly during" for model in ("momentum", "uneven")),
     *(f"quantized plainly {updates}" for updates in UPDATES),
-    *(f"{model} clipped after" for model in ("root", "foreach")),
+    *(f"{model} clipped after" for model in ("root", "foreach", "trainer")),
     *("copies plainly after", "hybrid plainly during"),
     *("adamw accumulated after", "adamw evaluated during", "adamw synced_last after"),
     *("mixed synced_last during", "root checkpointed during"),

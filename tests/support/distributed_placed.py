@@ -36,6 +36,7 @@ import rotoff
 from rotoff.accelerator import take_workspaces
 from rotoff.tape.contents import checksum
 from rotoff.tensors.storage import is_wrapper, local, stored
+from rotoff.tools.attach import ForTrainer
 
 WIDTH, BLOCKS, ROWS = 48, 6, 96
 
@@ -112,6 +113,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "split": (stacked, {}, partial(AdamW, lr=1e-2)),
     "offloaded": (whole_model, {"offload_policy": CPUOffloadPolicy()}, partial(AdamW, lr=1e-2)),
     "foreach": (stacked, {}, partial(AdamW, lr=1e-2, foreach=True)),
+    "trainer": (stacked, {}, partial(AdamW, lr=1e-2)),  # whose callback attaches it
 }
 
 
@@ -150,10 +152,14 @@ class Trained:
             how = {"mesh": init_device_mesh(device, (ranks, 1), mesh_dim_names=("copies", "dp"))}
         for block in getattr(net, "blocks", net):
             shard(block, **how)
-        self.planned = None
-        if updates is not None:
+        self.planned: rotoff.Checkpointable | None = None
+        if updates is not None and name != "trainer":
             self.planned = rotoff.Checkpointable(net, process_group=True)
         self.model = shard(net if self.planned is None else self.planned, **how)
+        if updates is not None and self.planned is None:
+            callback = ForTrainer(device_limit=1 << 40)
+            callback._attach(net, ranks)
+            self.planned = callback.planned
         for module in self.model.modules() if device != "cpu" else ():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(Gather())
