@@ -1339,14 +1339,22 @@ def test_a_forward_without_gradients_says_that_it_exceeds_the_limit_of_training(
     assert int(found[1]) > run.mem_limit == int(found[2])
 
 
-def test_a_frozen_teacher_beside_its_student() -> None:
-    """Each under a limit; in some steps the gradients of the student go through the teacher."""
-    plain = nn.Sequential(*several(6, 64, 128)).requires_grad_(False).eval(), nn.Sequential(*several(4, 64, 128))
+@pytest.mark.parametrize(("trains", "updates"), [(False, "after"), (True, "after"), (True, "during")])
+def test_a_teacher_beside_its_student(trains: bool, updates: str) -> None:
+    """Each under a limit, frozen or trained by the same optimizer; in some steps the gradients of the student go through
+    the teacher."""
+    plain = (
+        nn.Sequential(*several(6, 64, 128)).requires_grad_(trains).train(trains),
+        nn.Sequential(*several(4, 64, 128)),
+    )
     twin, x = copy.deepcopy(plain), torch.randn(16, 64)
     teacher, student = (rotoff.Checkpointable(net) for net in twin)
-    own = [adamw(list(one.parameters())) for one in (plain[1], twin[1])]
-    teacher.compute_sequence(device_limit="330 KiB", refine=False)
-    student.compute_sequence(device_limit="500 KiB", optimizer=own[1], refine=False)
+    own = [adamw([p for net in nets for p in net.parameters() if p.requires_grad]) for nets in (plain, twin)]
+    options: Any = {"refine": False, "optimizer": own[1], "updates": updates}
+    teacher.compute_sequence(
+        device_limit="600 KiB" if trains else "330 KiB", **(options if trains else {"refine": False})
+    )
+    student.compute_sequence(device_limit="500 KiB", **options)
     for n in range(4):
         for (above, below), (optimizer,) in zip((plain, (teacher, student)), own, strict=True):
             result_of = above(below(x)) if n % 2 else below(x) - looked_up(above, above, x)
@@ -1354,7 +1362,7 @@ def test_a_frozen_teacher_beside_its_student() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert teacher._plan.placed is not None and student._plan.placed is not None
-    assert same(result(twin[1], own[1]), result(plain[1], own[0]))
+    assert same(result(nn.ModuleList(twin), own[1]), result(nn.ModuleList(plain), own[0]))
 
 
 def test_a_state_made_later_is_said_and_placed_by_the_next_plan() -> None:

@@ -53,7 +53,7 @@ class CallersGradients:
         """After a backward: the gradients of the parameters that it has updated, given by id, are used up. The others
         that had zeros get them back: plain PyTorch updates these, too."""
         owners = (one for one in self._groups.optimizers if not updated.isdisjoint(map(id, parameters_of(one))))
-        self._await_step = WeakKeyDictionary({one: read_by(one) for one in owners})
+        self._await_step = WeakKeyDictionary({one: read_by(one, updated) for one in owners})
         self._used_up = updated & self._groups.places.keys()
         for parameter in (self._groups.places[key].parameter for key in self._zeros - updated):
             if parameter.grad is None:
@@ -132,7 +132,7 @@ class CallersGradients:
                 "parameters got other gradients, or these were cleared between the backward and optimizer.step(),"
                 ' after the backward had updated them; plan with updates="after"'
             )
-        if read is not None and (told or read != read_by(optimizer)):
+        if read is not None and (told or read != read_by(optimizer, self._used_up)):
             finds = "gets arguments" if told else "finds other parameters or settings than the backward did"
             raise ExecutionError(
                 f'optimizer.step() {finds}, and updates="during" has updated the parameters in the backward; plan with'

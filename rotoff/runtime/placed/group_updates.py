@@ -34,9 +34,9 @@ class GroupUpdates:
         self._chunks = [Chunks(optimizer, args, kwargs)]
         self.begun = self.begun if self._groups.plan.during else []
 
-    def finish(self) -> None:
+    def finish(self) -> Any:
         """End the update of `begin`. Groups that no operation has updated are updated now, on the host if it can run
-        the optimizers."""
+        the optimizers. Returns an optimizer of what belongs to no group."""
         here = self._groups.plan.on_host
         for k in range(1, len(self._groups.members) + 1):
             if k not in self.begun:
@@ -44,8 +44,9 @@ class GroupUpdates:
                 for tensor in () if here else self._groups.tensors(w(k)) + self._groups.tensors(o(k)):
                     tensor.release()
         self.host.join()
-        self._chunks[0].step()  # what belongs to no group
+        left = self._chunks[0].left()
         self.end()
+        return left
 
     def end(self) -> set[int]:
         """End an update of all groups: put everything to rest for the caller, with no copy running. Returns, by id,

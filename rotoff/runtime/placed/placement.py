@@ -27,7 +27,7 @@ from .group_updates import GroupUpdates
 from .groups import ParameterPlaces, PlacedGroups
 from .placed_plan import PlacedPlan
 from .tensor import PlacedTensor, offload, prefetch
-from .updates import parameters_of, without_gradients
+from .updates import parameters_of
 from .used_up import is_used_up, watch
 
 
@@ -260,8 +260,9 @@ class Placement:
     # -- the caller's ``optimizer.step()``
 
     def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook before ``optimizer.step()``: do its work group by group, so that it finds nothing left to do. A closure
-        is called first, as the step would; the step gets one that returns the same loss.
+        """Hook before ``optimizer.step()``: do its work group by group, so that it finds only what belongs to no group,
+        as other models' parameters do. A closure is called first, as the step would; the step gets one that returns the
+        same loss.
 
         Raises:
             ExecutionError: within a backward of the model, and in a forked process.
@@ -279,23 +280,23 @@ class Placement:
             with torch.enable_grad():
                 loss = given[closure]()
             given[closure] = lambda: loss
-        args = tuple(map(given.pop, range(len(args) - 1)))
-        if not self._groups.planned:
-            return (optimizer, *args), given
-        self._update_all(optimizer, args, given)
-        return (without_gradients(optimizer), *args), given
+        left, args = args[0], tuple(map(given.pop, range(len(args) - 1)))
+        if self._groups.planned:
+            left = self._update_all(optimizer, left, args, given)
+        return (left, *args), given
 
-    def _update_all(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _update_all(self, optimizer: Optimizer, left: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """left: of what no other model has updated; returns one of what this has not."""
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
         self.gradients.check_step(
             optimizer, any(given is not None and not callable(given) for given in (*args, *kwargs.values()))
         )
-        self.updates.begin(optimizer, args, kwargs)
+        self.updates.begin(left, args, kwargs)
         rest, self._rest = self._rest, []
         try:
             for op in rest:
                 self.operate(op)
-            self.updates.finish()
+            return self.updates.finish()
         except BaseException as error:
             self.updates.give_up(error)
             raise

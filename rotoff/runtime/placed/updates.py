@@ -4,7 +4,7 @@ updated."""
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -67,6 +67,17 @@ class Chunks:
         self._under_way -= own
         self.updated |= own
 
+    def left(self) -> Any:
+        """Return an optimizer of the parameters that are left. Of a group without any it has the first one, whose
+        device its step may ask for, without its gradient."""
+        made = copy_of(self._optimizer)
+        made.param_groups = [
+            {**group, "params": [p for p in every if id(p) in self._left] or [p.detach() for p in every[:1]]}
+            for group in self._optimizer.param_groups
+            for every in (group["params"],)
+        ]
+        return made
+
     def explain(self, error: BaseException) -> None:
         """Add to `error` which parameters have been updated, by their numbers in the optimizer's state_dict."""
         if hasattr(error, "add_note"):  # Python 3.11
@@ -85,15 +96,6 @@ def copy_of(optimizer: Optimizer) -> Any:
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return made
-
-
-def without_gradients(optimizer: Optimizer) -> Any:
-    """Return an optimizer in whose step the class of `optimizer` finds nothing to do: of each group it has the first
-    parameter, whose device such a step may ask for, without its gradient."""
-    made = copy_of(optimizer)
-    groups = optimizer.param_groups
-    made.param_groups = [{**group, "params": [p.detach() for p in group["params"][:1]]} for group in groups]
     return made
 
 
@@ -119,12 +121,14 @@ def move_state(parameter: torch.Tensor, state: dict[str, Any], scalars: bool = F
             state[key] = tensor.to(parameter.device)
 
 
-def read_by(optimizer: Optimizer) -> list[Any]:
-    """Return what a step reads beside gradients: its settings, and the versions of its parameters and their states."""
+def read_by(optimizer: Optimizer, updated: Container[int]) -> list[Any]:
+    """Return what a step reads beside gradients: its settings, and the versions of the parameters that it has updated,
+    given by id, and of their states."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     settings = (value.tolist() if isinstance(value, torch.Tensor) else value for value in leaves(groups))
-    states = [t for p in parameters_of(optimizer) for t in optimizer.state.get(p, {}).values()]
-    read = [*parameters_of(optimizer), *(t for t in states if isinstance(t, torch.Tensor) and not t.is_inference())]
+    own = [p for p in parameters_of(optimizer) if id(p) in updated]
+    states = [t for p in own for t in optimizer.state.get(p, {}).values()]
+    read = [*own, *(t for t in states if isinstance(t, torch.Tensor) and not t.is_inference())]
     return [*settings, *((id(tensor), tensor._version) for tensor in read)]
 
 
