@@ -57,9 +57,12 @@ class _Brought(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        parameter, gradient = ctx.places.parameter, gradients[0]
+        parameter, place, gradient = ctx.places.parameter, ctx.places.gradient, gradients[0]
         if gradient is not None and gradient.device != parameter.device:
-            gradient = gradient.to(parameter.device) if ctx.lending.home else ctx.places.gradient.take(gradient)
+            gradient = gradient.to(parameter.device) if ctx.lending.home else place.take(gradient)
+        elif gradient is not None and ctx.lending.home and (gradient := place.take(gradient)) is None:
+            place.release()
+            place.join()
         return gradient, None, None
 
 

@@ -1339,6 +1339,15 @@ def test_a_forward_without_gradients_says_that_it_exceeds_the_limit_of_training(
     assert int(found[1]) > run.mem_limit == int(found[2])
 
 
+def test_gradients_of_a_step_off_its_course_go_to_the_host() -> None:
+    net, batch = drawn("repeats")
+    _, (model, run, _) = twins(net, x := batch(), plan=place)
+    next(one for one in model.modules() if hasattr(one, "times")).times = 3
+    run(x).square().mean().backward()
+    assert run._steps.latest.strayed
+    assert all(map(in_file(), (p.grad for p in model.parameters())))
+
+
 @pytest.mark.parametrize(("trains", "updates"), [(False, "after"), (True, "after"), (True, "during")])
 def test_a_teacher_beside_its_student(trains: bool, updates: str) -> None:
     """Each under a limit, frozen or trained by the same optimizer; in some steps the gradients of the student go through
