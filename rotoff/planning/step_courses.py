@@ -149,6 +149,12 @@ def _dropped(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
+def _goes_on(gradients: object) -> None:
+    """A backward leaves the step for what has made its input, which the step's log does not count."""
+    with in_log(ASIDE):
+        pass
+
+
 class _Loss(torch.autograd.Function):
     """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which
     kernels copy."""
@@ -389,6 +395,9 @@ class StepRunner:
     def _begin(self, key: Any, hint: str, run: Call, patient: bool = False) -> Recorded:
         given, step = tensor_leaves((run.args, run.keywords)), self._recorder(self._spill(run), patient)
         shapes = tuple(map(size_of, given))
+        for t in given:
+            if t.grad_fn is not None:
+                t.grad_fn.register_prehook(_goes_on)
         return Recorded(step, key, hint, shapes, self._batch_bytes(given))
 
     def _recorder(self, spill: Spill, patient: bool) -> RecordedStep:

@@ -36,6 +36,16 @@ def test_saved_tensors_of_unused_graph_are_not_counted() -> None:
     assert [s.saved_bytes for s in estimated.stages] == [s.saved_bytes for s in chain.stages]
 
 
+def test_the_backward_of_what_made_the_input_is_not_counted() -> None:
+    below, above, x = nn.Sequential(*linears(4, 64)), nn.Sequential(*linears(2, 64), nn.Tanh()), torch.randn(16, 64)
+    least = []
+    for given in (x.clone().requires_grad_(), below(x)):
+        run = rotoff.Checkpointable(copy.deepcopy(above)).compute_sequence("1 GiB")
+        run(given).sum().backward()
+        least.append(run.min_mem_limit())
+    assert least[0] == least[1]
+
+
 def test_measuring_under_a_profiler_is_refused() -> None:
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)))
     with torch.autograd.profiler.profile(), pytest.raises(rotoff.MeasureError, match="profiler is active"):
