@@ -1,6 +1,6 @@
 """The search for chains with parameters: placements by rule, under several plans for the activations, then annealing.
 
-A plan is one row of numbers that the kernel `kernels.place` decodes into a steady step. First come the codes of the
+A plan is one row of numbers that the kernel `kernels.plan` decodes into a steady step. First come the codes of the
 stages (`solver.plan_codes`); here the MOVE bit means that the value is offloaded during its longest absence. Then four
 numbers follow for each group: a mask of the uses after which ``w`` leaves, flags (its state leaves; its gradient leaves
 before an update on the device; the host updates it; ``w`` and ``g`` leave even while groups of the same stage are
@@ -25,7 +25,7 @@ from . import remat
 from .anneal import THREADS, Problem, Progress, annealed
 from .arrays import arrays, update_moments
 from .bounds import host_plan, min_mem_limit
-from .kernels.place import Placer
+from .kernels.plan import Evaluator
 from .plan_codes import APART, EARLY, empty, in_columns, keep_all, moved, to_ops, with_residents
 
 GENES, SLOTS = 4, 4
@@ -73,10 +73,10 @@ def group_arrays(chain: Chain) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray
     return np.array(rows, dtype=GROUP), (starts.astype(np.int32), read, slots)
 
 
-def placer(chain: Chain, limit: int, visits: int, updates: str, host_limit: int | None = None) -> Placer:
+def placer(chain: Chain, limit: int, visits: int, updates: str, host_limit: int | None = None) -> Evaluator:
     """A decoder for plans with `visits` columns of codes."""
     most = 16 * len(chain) + 64
-    return Placer(chain, arrays(chain), limit, host_limit, visits, most, *group_arrays(chain), updates == "after")
+    return Evaluator(chain, arrays(chain), limit, host_limit, visits, most, *group_arrays(chain), updates == "after")
 
 
 def at_home(chain: Chain) -> np.ndarray:
@@ -91,7 +91,7 @@ def joined(codes: np.ndarray, genes: np.ndarray) -> np.ndarray:
     return np.concatenate([codes.ravel(), genes.ravel()]).astype(np.int16)
 
 
-def to_sequence(chain: Chain, kernel: Placer, plan: np.ndarray) -> Sequence:
+def to_sequence(chain: Chain, kernel: Evaluator, plan: np.ndarray) -> Sequence:
     """Decode `plan` into a sequence."""
     return with_residents(chain, to_ops(kernel.text(plan)))
 

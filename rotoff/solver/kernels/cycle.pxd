@@ -1,10 +1,7 @@
-"""What decoding a step with parameters works on: the groups, the genes of a plan, and the room that the passes share.
+"""What decoding a step with parameters works on besides: the groups, the genes of a plan, and the room that the passes
+share."""
 
-Positions: the n operations of the compute lane in program order, updates on the device included, then position n, the
-end of the step. A step follows a step, so position n + 1 is position 0 of the next; such later positions stand in gaps.
-"""
-
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
+from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
 
 from rotoff.solver.kernels.work cimport Chain, List, Work
 
@@ -44,12 +41,6 @@ cdef struct Groups:
     int32_t *slot      # of the stage among those of the group
 
 
-cdef struct Position:
-    int32_t act        # operation of the activations, or -1 - group
-    double lasts
-    List leaving, freed, fetched, awaited  # gaps
-
-
 cdef struct GroupPlaces:
     int32_t update_at  # position of U, or before which H is issued
     int32_t begun      # position of the first B
@@ -61,52 +52,25 @@ cdef struct Use:
     int32_t pos, bit
 
 
-cdef struct CycleValue:
-    int64_t size
-    int32_t away_from  # of the operations at which it must be away, the first, or -1, and the last
-    int32_t away_until
-
-
-# An absence from the device between two uses.
-cdef struct CycleGap:
-    int32_t value
-    int64_t size
-    int32_t begin      # position of the use before
-    int32_t end        # position of the use after, or -1
-    int32_t free_most, in_least
-    bint copies        # whether it begins with a copy out
-    double out_end, start
-    int32_t free_at, in_at
-
-
 cdef struct Cycle:
-    Py_ssize_t n, n_gaps, n_order
+    Py_ssize_t n_order
     int32_t base       # value number of w of the first group; g and o follow, K each
     int64_t over, over_sum
     double least       # seconds of compute
     double busiest     # seconds of the busiest of compute, the links and the host
     double work        # seconds of all of them together
-    Position *at
     int32_t *pos       # of each operation of the activations
-    int64_t *room      # bytes of the limit that are left, with every gap at its longest
-    int64_t *left      # the same, with the gaps as long as they are now
-    double *before     # when the operation there could start, over two steps
+    int64_t *left      # of `room`, with the gaps as long as they are now
+    double *before     # when the operation at each position could start, over two steps
     GroupPlaces *group
     int32_t *order     # of updates
     Use *use           # of w
     int32_t *use_next
-    CycleValue *value
-    int8_t *on_host
-    CycleGap *gap
-    int32_t *out_next
-    int32_t *free_next
-    int32_t *in_next
-    int32_t *wait_next
 
 
-cdef inline bint on_device(Cycle *s, int32_t k) noexcept nogil:
+cdef inline bint on_device(Work *w, Cycle *s, int32_t k) noexcept nogil:
     """Whether group k, which is trained, is updated there."""
-    return s.group[k].update_at < s.n and s.at[s.group[k].update_at].act == -1 - k
+    return s.group[k].update_at < w.n and w.at[s.group[k].update_at].act == -1 - k
 
 
 cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil

@@ -10,36 +10,36 @@ these leave of the limit.
 
 from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
 
-from rotoff.solver.kernels.cycle cimport CycleGap, Use
+from rotoff.solver.kernels.cycle cimport Use
 from rotoff.solver.kernels.decode cimport operations
-from rotoff.solver.kernels.lanes cimport ALL, BACK
-from rotoff.solver.kernels.work cimport Chain, Operation, Work, append, forward_time
+from rotoff.solver.kernels.lanes cimport BACK
+from rotoff.solver.kernels.work cimport Chain, Gap, Operation, Work, append, beside, seconds
 
 cdef int64_t HUGE = 4611686018427387904
 
 
-cdef inline void _between(Cycle *s, int32_t first, int32_t last, int64_t size) noexcept nogil:
+cdef inline void _between(Work *w, int32_t first, int32_t last, int64_t size) noexcept nogil:
     """Add `size` bytes at positions `first` to `last`; `last` may lie in the next step."""
-    cdef int32_t n = <int32_t>s.n
+    cdef int32_t n = <int32_t>w.n
     if last < first:
         return
-    s.room[first] -= size
+    w.room[first] -= size
     if last > n:
-        s.room[n + 1] += size
-        s.room[0] -= size
+        w.room[n + 1] += size
+        w.room[0] -= size
         last -= n + 1
-    s.room[last + 1] += size
+    w.room[last + 1] += size
 
 
-cdef int32_t _gap(Cycle *s, int32_t v, int32_t after, int32_t before, int32_t made) noexcept nogil:
+cdef int32_t _gap(Work *w, int32_t v, int32_t after, int32_t before, int32_t made) noexcept nogil:
     """Add a gap of v between uses at two positions; `made`: where its copy out is issued, -1 if the host has a copy."""
-    cdef int32_t x = <int32_t>s.n_gaps, most = before if before >= 0 else <int32_t>s.n
-    s.n_gaps += 1
-    s.gap[x] = CycleGap(v, s.value[v].size, after, before, most, after + 1, made >= 0, 0.0, 0.0, 0, 0)
+    cdef int32_t x = <int32_t>w.n_gaps, most = before if before >= 0 else <int32_t>w.n
+    w.n_gaps += 1
+    w.gap[x] = Gap(v, w.value[v].size, after, before, most, after + 1, made >= 0, 0, 0, 0.0, 0.0)
     if made >= 0:
-        append(&s.at[made].leaving, s.out_next, x)
+        append(&w.at[made].leaving, w.out_next, x)
     if before >= 0:
-        _between(s, after + 1, before - 1, -s.value[v].size)
+        _between(w, after + 1, before - 1, -w.value[v].size)
     return x
 
 
@@ -83,7 +83,7 @@ cdef void _positions(Work *w, Groups *p, Cycle *s, const int16_t *genes, Py_ssiz
     cdef Py_ssize_t next_update = 0
     _sort(p, s, genes)
     for t in range(<int32_t>acts):
-        s.at[x].act = t
+        w.at[x].act = t
         s.pos[t] = x
         x += 1
         if w.op[t].kind != BACK:
@@ -93,92 +93,61 @@ cdef void _positions(Work *w, Groups *p, Cycle *s, const int16_t *genes, Py_ssiz
             next_update += 1
             s.group[k].update_at = x
             if not _on_host(p, genes, k):
-                s.at[x].act = -1 - k
+                w.at[x].act = -1 - k
                 x += 1
-    s.n = x
+    w.n = x
 
 
 cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     """Seconds, and bytes beside the values, at each position; `room` still holds differences between positions."""
-    cdef int32_t t, i, x
-    cdef int64_t gradient = 0, need, after
-    cdef bint backward = False
+    cdef int32_t t, x, n = <int32_t>w.n
+    cdef int64_t gradient = 0
     s.least = 0.0
-    for x in range(<int32_t>s.n):
-        t = s.at[x].act
+    for x in range(n):
+        t = w.at[x].act
         if t < 0:
-            s.at[x].lasts = p.group[-1 - t].update
-            need = gradient + p.group[-1 - t].transient
+            w.at[x].lasts = p.group[-1 - t].update
+            _between(w, x, x, gradient + p.group[-1 - t].transient)
         else:
-            i = w.op[t].stage
-            if w.op[t].kind == BACK:
-                s.at[x].lasts = c.u_B[i * c.K + w.op[t].form]
-                need = c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + w.op[t].form]
-                if i == c.L:
-                    # After B L the caller's a_L is charged in place of ā_L.
-                    after = c.out[i] + c.grad[i - 1] - w.value[w.op[t].saved_set].size
-                    if w.op[t].gone >= 0:
-                        after -= w.value[w.op[t].gone].size
-                    if after > need:
-                        need = after
-                    _between(s, x + 1, <int32_t>s.n, c.out[i])
-                gradient = c.grad[i - 1]
-            else:
-                s.at[x].lasts = forward_time(c, w, t, s.at[x + 1].act)
-                need = gradient + (c.f_transient[i * c.K + w.op[t].form] if w.op[t].kind == ALL else c.ck_transient[i])
-                if i == c.L and not backward:
-                    backward = True
-                    gradient = c.grad[i]
-                    if need < gradient:  # δ_L is held as soon as stage L has run, also during a free before B L
-                        need = gradient
-        s.least += s.at[x].lasts
-        _between(s, x, x, need)
-    _between(s, <int32_t>s.n, <int32_t>s.n, c.grad[0])
+            w.at[x].lasts = seconds(c, w, t, w.at[x + 1].act)
+            _between(w, x, x, beside(c, &w.op[t], &gradient))
+            if w.op[t].kind == BACK and w.op[t].stage == c.L:
+                _between(w, x + 1, n, c.out[c.L])  # the caller still holds a_L
+        s.least += w.at[x].lasts
+    _between(w, n, n, c.grad[0])
 
 
-cdef inline bint _alone(Cycle *s, const int16_t *genes, int32_t after, int32_t before) noexcept nogil:
-    """Whether an update between two uses needs the device for itself."""
-    return (before - after > 1 and s.at[after + 1].act < 0
-            and (genes[(-1 - s.at[after + 1].act) * GENES + FLAGS] & ALONE) != 0)
-
-
-cdef void _activations(Work *w, Cycle *s, const int16_t *genes, Py_ssize_t acts) noexcept nogil:
+cdef void _activations(Work *w, Cycle *s, Py_ssize_t acts) noexcept nogil:
     """When each value of a stage is held, and its gaps: the longest one if it moves, and all in which it must be away.
     """
-    cdef int32_t t, v, u, here, longest, after, before, far, x, away, until
-    for t in range(<int32_t>acts):
-        v = w.op[t].away
-        if v >= 0:
-            if s.value[v].away_from < 0:
-                s.value[v].away_from = s.pos[t]
-            s.value[v].away_until = s.pos[t]
+    cdef int32_t t, v, u, here, longest, after, before, far, x, away
     for t in range(<int32_t>acts):
         v = w.op[t].made
         if v < 0:
             continue
-        s.value[v].size = w.value[v].size
-        away, until, s.value[v].away_from = s.value[v].away_from, s.value[v].away_until, -1
+        away = w.value[v].away_from
+        if away >= 0:
+            away = s.pos[away]
         here, longest, far = s.pos[t], 1, -1
         u = w.value[v].uses.head
         while u >= 0:
-            before = s.pos[w.use_op[u]]
-            if before - here > longest and not _alone(s, genes, here, before):
-                longest = before - here
+            if s.pos[w.use_op[u]] - here > longest:
+                longest = s.pos[w.use_op[u]] - here
                 far = here
-            here = before
+            here = s.pos[w.use_op[u]]
             u = w.use_next[u]
-        _between(s, s.pos[t], here, w.value[v].size)
-        if not w.value[v].movable:
+        _between(w, s.pos[t], here, w.value[v].size)
+        if not w.value[v].movable or far < 0:
             continue
         after, u, here = s.pos[t], w.value[v].uses.head, s.pos[t]
         while u >= 0:
             before = s.pos[w.use_op[u]]
-            if after == far or after < away < before or _alone(s, genes, after, before):
-                x = _gap(s, v, after, before, -1 if w.value[v].moves else here)
+            if after == far or after < away < before:
+                x = _gap(w, v, after, before, -1 if w.value[v].moves else here)
                 w.value[v].moves = True
                 if after < away < before:
-                    s.gap[x].free_most = away
-                    s.gap[x].in_least = until + 1
+                    w.gap[x].free_most = away
+                    w.gap[x].in_least = s.pos[w.value[v].away_until] + 1
             after = before
             u = w.use_next[u]
 
@@ -196,8 +165,8 @@ cdef void _uses(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
         s.group[k].uses.head = -1
     for i in range(1, <int32_t>c.L + 1):
         w.have[i] = 0
-    for x in range(<int32_t>s.n):
-        t = s.at[x].act
+    for x in range(<int32_t>w.n):
+        t = w.at[x].act
         if t < 0:
             _use(s, &count, -1 - t, x, AFTER_UPDATE)
             continue
@@ -216,7 +185,7 @@ cdef void _uses(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             w.have[i] = 1
 
 
-cdef inline bint _apart(Groups *p, Cycle *s, const int16_t *genes, int32_t k, int32_t after,
+cdef inline bint _apart(Work *w, Groups *p, const int16_t *genes, int32_t k, int32_t after,
                         int32_t before) noexcept nogil:
     """Whether more lies between two positions of one step than updates of groups that begin at the stage of group k, or
     the group leaves for those too."""
@@ -224,58 +193,55 @@ cdef inline bint _apart(Groups *p, Cycle *s, const int16_t *genes, int32_t k, in
     if genes[k * GENES + FLAGS] & STEPS_ASIDE:
         return before - after > 1
     for x in range(after + 1, before):
-        if s.at[x].act >= 0 or p.group[-1 - s.at[x].act].first != p.group[k].first:
+        if w.at[x].act >= 0 or p.group[-1 - w.at[x].act].first != p.group[k].first:
             return True
     return False
 
 
-cdef void _weights(Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcept nogil:
+cdef void _weights(Work *w, Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcept nogil:
     """The gaps of w k. The first one after an update on the device begins with the copy out."""
     cdef int32_t v = s.base + k, u = s.group[k].uses.head, last = s.group[k].uses.tail
-    cdef int32_t after, before, made = -1, x, n = <int32_t>s.n, mask = genes[k * GENES + MASK]
+    cdef int32_t after, before, made = -1, x, n = <int32_t>w.n, mask = genes[k * GENES + MASK]
     cdef bint host = _on_host(p, genes, k), trained = p.group[k].g > 0
-    s.value[v].size = p.group[k].w
     if p.group[k].w == 0:
         return
-    _between(s, 0, n, p.group[k].w)
+    _between(w, 0, n, p.group[k].w)
     if trained and not host:
         made = s.group[k].update_at
     # The gap after the last use of the step, which wraps around: the one after the update.
     after, before = s.use[last].pos, s.use[u].pos + n + 1
     if (trained and host) or ((mask >> s.use[last].bit) & 1 and before - after > 1):
-        x = _gap(s, v, after, before, made)
+        x = _gap(w, v, after, before, made)
         made = -1
         if trained and host:
-            s.gap[x].free_most = s.gap[x].in_least = s.group[k].update_at
+            w.gap[x].free_most = w.gap[x].in_least = s.group[k].update_at
     while s.use_next[u] >= 0:
         after, before = s.use[u].pos, s.use[s.use_next[u]].pos
-        if (mask >> s.use[u].bit) & 1 and _apart(p, s, genes, k, after, before):
-            _gap(s, v, after, before, made)
+        if (mask >> s.use[u].bit) & 1 and _apart(w, p, genes, k, after, before):
+            _gap(w, v, after, before, made)
             made = -1
         u = s.use_next[u]
 
 
-cdef void _gradient_and_state(Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcept nogil:
-    cdef int32_t g = s.base + <int32_t>p.K + k, o = g + <int32_t>p.K, n = <int32_t>s.n, at = s.group[k].update_at, x
+cdef void _gradient_and_state(Work *w, Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcept nogil:
+    cdef int32_t g = s.base + <int32_t>p.K + k, o = g + <int32_t>p.K, n = <int32_t>w.n, at = s.group[k].update_at, x
     cdef int32_t begun = s.group[k].begun, whole = s.group[k].whole
     cdef int16_t flags = genes[k * GENES + FLAGS]
     cdef Group *group = &p.group[k]
-    s.value[g].size = group.g
-    s.value[o].size = group.o
     if _on_host(p, genes, k):
-        _between(s, begun, whole, group.g)
-        _gap(s, g, whole, -1, whole)
+        _between(w, begun, whole, group.g)
+        _gap(w, g, whole, -1, whole)
         return
-    _between(s, begun, at, group.g)
-    if flags & GRADIENT_LEAVES and _apart(p, s, genes, k, whole, at):
-        _gap(s, g, whole, at, whole)
+    _between(w, begun, at, group.g)
+    if flags & GRADIENT_LEAVES and _apart(w, p, genes, k, whole, at):
+        _gap(w, g, whole, at, whole)
     if group.o == 0:
         return
-    _between(s, 0, n, group.o)
+    _between(w, 0, n, group.o)
     if flags & STATE_LEAVES:
-        x = _gap(s, o, at, at + n + 1, at)
+        x = _gap(w, o, at, at + n + 1, at)
         if p.after:  # between steps only w may be in flight
-            s.gap[x].in_least = n + 1
+            w.gap[x].in_least = n + 1
 
 
 cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil:
@@ -284,32 +250,32 @@ cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *cod
     cdef Py_ssize_t acts = operations(c, w, codes, V), x
     cdef int32_t k
     cdef int64_t now
-    s.n_gaps = 0
+    w.n_gaps = 0
     s.over = s.over_sum = 0
     if acts < 0:
         s.over = s.over_sum = HUGE
         return -1
     _positions(w, p, s, genes, acts)
-    for x in range(s.n + 2):
-        s.room[x] = 0
-        s.at[x].leaving.head = -1
+    for x in range(w.n + 2):
+        w.room[x] = 0
+        w.at[x].leaving.head = -1
     _costs(c, w, p, s)
-    _between(s, 0, <int32_t>s.n, c.out[0])
-    _activations(w, s, genes, acts)
+    _between(w, 0, <int32_t>w.n, c.out[0])
+    _activations(w, s, acts)
     _uses(c, w, p, s)
     for k in range(<int32_t>p.K):
-        _weights(p, s, genes, k)
+        _weights(w, p, s, genes, k)
         if p.group[k].g > 0:
-            _gradient_and_state(p, s, genes, k)
+            _gradient_and_state(w, p, s, genes, k)
     now = c.limit
-    for x in range(s.n + 1):
-        now += s.room[x]
-        s.room[x] = now
+    for x in range(w.n + 1):
+        now += w.room[x]
+        w.room[x] = now
         if now < 0:
             s.over_sum -= now
             if -now > s.over:
                 s.over = -now
-    return s.n
+    return w.n
 
 
 cdef inline uint64_t _mixed(uint64_t made, uint64_t by) noexcept nogil:
@@ -320,19 +286,19 @@ cdef inline uint64_t _mixed(uint64_t made, uint64_t by) noexcept nogil:
 cdef uint64_t mark(Work *w, Cycle *s) noexcept nogil:
     """A hash of all that `cycle` has made: plans with the same one make the same step, but for a chance of 2^-64."""
     cdef Py_ssize_t x
-    cdef uint64_t made = <uint64_t>s.n
+    cdef uint64_t made = <uint64_t>w.n
     cdef Operation *op
-    cdef CycleGap *gap
-    for x in range(s.n):
-        made = _mixed(made, <uint64_t>s.at[x].act)
-        if s.at[x].act >= 0:
-            op = &w.op[s.at[x].act]
+    cdef Gap *gap
+    for x in range(w.n):
+        made = _mixed(made, <uint64_t>w.at[x].act)
+        if w.at[x].act >= 0:
+            op = &w.op[w.at[x].act]
             made = _mixed(made, <uint64_t>op.kind << 60 ^ <uint64_t>op.form << 44 ^ <uint64_t>op.stage << 24
                           ^ <uint64_t>op.gone)
     for x in range(s.n_order):
         made = _mixed(made, <uint64_t>s.order[x] << 32 ^ <uint64_t>s.group[s.order[x]].update_at)
-    for x in range(s.n_gaps):
-        gap = &s.gap[x]
+    for x in range(w.n_gaps):
+        gap = &w.gap[x]
         made = _mixed(made, <uint64_t>gap.value << 32 ^ <uint64_t>gap.begin << 1 ^ <uint64_t>gap.copies)
         made = _mixed(made, <uint64_t>gap.end)
         made = _mixed(made, <uint64_t>gap.free_most << 32 ^ <uint64_t>gap.in_least)

@@ -1,26 +1,22 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""A plan decoded on exact bytes: from a table of small codes (`rotoff.solver.plan_codes`) to operations, their memory
-and their time. Decoding has four passes:
+"""A plan decoded on exact bytes: from a table of small codes (`rotoff.solver.plan_codes`) to operations, and to the gaps
+between uses in which values leave the device. Three passes:
 
 1. operations: forwards 1..L, then for B i = L..1 the forwards that are missing, from the nearest value below that
    exists, and B i; `kernels.work` defines the rows of operations, values and uses;
 2. memory: before each operation, while it does not fit, the movable value needed latest is freed; values that an
    operation uses are fetched;
-3. prefetches are moved up, in order of need, as early as memory allows;
-4. the events, and their time on the machine's lanes (`kernels.lanes`).
+3. prefetches are moved up, in order of need, as early as memory allows.
 
-The arithmetic of pass 2 is that of `rotoff.core.simulator.Machine`; tests hold them equal.
+For a step with parameters `kernels.cycle` and `kernels.flow` take the place of the last two. The arithmetic of pass 2
+is that of `rotoff.core.simulator.Machine`; tests hold them equal.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
-from rotoff.solver.kernels.lanes cimport (ALL, BACK, CK, E_DROP, E_FREE, E_OFFLOAD, E_PREFETCH, E_WAIT, NONE, drained,
-                                         reset, run)
+from rotoff.solver.kernels.lanes cimport ALL, BACK, CK, NONE
 from rotoff.solver.kernels.work cimport (APART, DROP, EARLY, KIND, MOVE, Chain, Gap, List, Operation, Value, Work,
-                                         add_event, append, forward_time)
-
-cdef double INF = float("inf")
-cdef int64_t HUGE = 4611686018427387904
+                                         append, beside, seconds)
 
 
 cdef struct Counts:
@@ -29,9 +25,10 @@ cdef struct Counts:
 
 
 cdef inline int32_t _value(Work *w, Counts *n, int32_t level, int32_t form, int64_t size, bint movable) noexcept nogil:
+    """A value that the next operation makes."""
     cdef int32_t v = n.values
     n.values = v + 1
-    w.value[v] = Value(level, form, size, movable, False, False, False, List(-1, -1), -1)
+    w.value[v] = Value(level, form, size, movable, False, False, False, List(-1, -1), <int32_t>n.ops, -1, -1, -1)
     w.lanes.job[v].copy_end = w.lanes.job[v].off_end = 0.0
     return v
 
@@ -63,18 +60,28 @@ cdef void _forward(Chain *c, Work *w, Counts *n, int32_t q, int32_t code, bint l
     w.value[w.op[n.ops - 1].made].apart = form >= 0 and (code & APART) and (code & MOVE) and q < c.L
 
 
+cdef inline void _stays_away(Work *w, int32_t v, int32_t t) noexcept nogil:
+    """During operation t, if that is a value."""
+    w.op[t].away = v
+    if v >= 0:
+        w.value[v].away_until = t
+        if w.value[v].away_from < 0:
+            w.value[v].away_from = t
+
+
 cdef void _forward_one(Chain *c, Work *w, Counts *n, int32_t q, int32_t form, bint moves, bint dropped,
                        int32_t source) noexcept nogil:
     cdef int32_t t = <int32_t>n.ops, made
     cdef Operation *op = &w.op[t]
-    n.ops = t + 1
     _use(w, n, source, t)
     if form < 0:
         made = _value(w, n, q, -1, c.out[q], moves and q < c.L)
-        op[0] = Operation(CK, q, 0, source, made, -1, -1, w.stash[q], 0)
+        op[0] = Operation(CK, q, 0, source, made, -1, -1, -1)
+        _stays_away(w, w.stash[q], t)
     else:
         made = _value(w, n, q, form, c.saved[q * c.K + form], moves and q < c.L)
-        op[0] = Operation(ALL, q, form, source, made, -1, -1, -1, 0)
+        op[0] = Operation(ALL, q, form, source, made, -1, -1, -1)
+    n.ops = t + 1
     w.have[q] = made
     if dropped:
         op.gone = source
@@ -115,6 +122,7 @@ cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V
         w.visits[q] = 0
     for q in range(1, L + 1):
         _forward(c, w, &n, q, _next_code(w, codes, V, q), q == L, q == L)
+    w.turn = <int32_t>n.ops
     for i in range(L, 0, -1):
         while True:
             if w.have[i] < 0 and w.stash[i] >= 0:
@@ -143,11 +151,11 @@ cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V
                 _forward(c, w, &n, q, _next_code(w, codes, V, q), False, False)
             w.visits[i - 1] += 1
             _forward(c, w, &n, i - 1, 0, False, False)
-            w.op[n.ops - 1].away = aside
+            _stays_away(w, aside, <int32_t>n.ops - 1)
             source = w.have[i - 1]
             w.have[i - 1] = aside
         t = <int32_t>n.ops
-        w.op[t] = Operation(BACK, i, w.value[w.have[i]].form, source, -1, -1, w.have[i], -1, 0)
+        w.op[t] = Operation(BACK, i, w.value[w.have[i]].form, source, -1, -1, w.have[i], -1)
         _use(w, &n, source, t)
         _use(w, &n, w.have[i], t)
         w.have[i] = -1
@@ -156,6 +164,7 @@ cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V
             if w.have[i - 1] == source:
                 w.have[i - 1] = -1
         n.ops += 1
+    w.n = n.ops
     return n.ops
 
 
@@ -168,8 +177,7 @@ cdef inline void _live_remove(Work *w, Py_ssize_t *n_live, int32_t v) noexcept n
             return
 
 
-cdef void _bring(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live,
-                 Py_ssize_t *n_reloads) noexcept nogil:
+cdef void _bring(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live) noexcept nogil:
     """Use v in operation t; it must be on the device by then."""
     if v < 0:
         return
@@ -179,8 +187,7 @@ cdef void _bring(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_liv
         value.on = True
         held[0] += value.size
         w.gap[value.gap_of].end = t
-        w.reload[n_reloads[0]] = value.gap_of
-        n_reloads[0] += 1
+        append(&w.at[t].awaited, w.wait_next, value.gap_of)
         w.live[n_live[0]] = v
         n_live[0] += 1
 
@@ -193,53 +200,42 @@ cdef void _lose(Work *w, int32_t v, int64_t *held, Py_ssize_t *n_live) noexcept 
             _live_remove(w, n_live, v)
 
 
-cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live, Py_ssize_t *n_gaps) noexcept nogil:
+cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_live) noexcept nogil:
     """Free v before operation t; it comes back before its next use."""
+    cdef Value *value = &w.value[v]
+    cdef int32_t x = <int32_t>w.n_gaps
     _live_remove(w, n_live, v)
-    w.value[v].on, w.value[v].moves, w.value[v].gap_of = False, True, <int32_t>n_gaps[0]
-    held[0] -= w.value[v].size
-    w.gap[n_gaps[0]] = Gap(v, t, -1, t)
-    n_gaps[0] += 1
+    w.gap[x] = Gap(v, value.size, t, -1, t, t + 1, not value.moves, t, 0, 0.0, 0.0)
+    append(&w.at[t].freed, w.free_next, x)
+    if not value.moves:
+        append(&w.at[value.made].leaving, w.out_next, x)
+    value.on, value.moves, value.gap_of = False, True, x
+    held[0] -= value.size
+    w.n_gaps += 1
 
 
-cdef struct Moves:
-    Py_ssize_t n_gaps, n_reloads
-    int32_t turn  # the operation that first ran stage L
-
-
-cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Verdict *r) noexcept nogil:
-    """Pass 2: program order alone decides memory."""
-    cdef int32_t v, i, t, farthest, use
-    cdef Py_ssize_t x, n_live = 0, n_gaps = 0, n_reloads = 0, best_x
+cdef int64_t _memory(Chain *c, Work *w) noexcept nogil:
+    """Pass 2: program order alone decides memory. Returns the bytes that exceed the limit."""
+    cdef int32_t v, t, farthest, use
+    cdef Py_ssize_t x, n_live = 0, best_x
     cdef int64_t held = c.out[0], need, gradient = 0, over = 0
-    cdef bint backward = False
-    cdef int32_t turn = 0
     cdef Operation *op
-    for t in range(<int32_t>n):
+    w.n_gaps = 0
+    for t in range(<int32_t>w.n + 1):
+        w.at[t].leaving.head = w.at[t].freed.head = w.at[t].fetched.head = w.at[t].awaited.head = -1
+    for t in range(<int32_t>w.n):
         op = &w.op[t]
-        i = op.stage
-        _bring(w, op.source, t, &held, &n_live, &n_reloads)
-        if op.kind == BACK:
-            _bring(w, op.saved_set, t, &held, &n_live, &n_reloads)
-            need = c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + op.form]
-        else:
-            need = w.value[op.made].size
-            if op.kind == ALL:
-                need += c.f_transient[i * c.K + op.form]
-            else:
-                need += c.ck_transient[i]
-            if backward:
-                need += gradient
-            elif i == c.L:
-                turn = t
-                # δ_L is held as soon as stage L has run, also during a free before B L.
-                if w.value[op.made].size + c.grad[i] > need:
-                    need = w.value[op.made].size + c.grad[i]
+        w.at[t].act, w.at[t].lasts = t, seconds(c, w, t, t + 1)
+        _bring(w, op.source, t, &held, &n_live)
+        _bring(w, op.saved_set, t, &held, &n_live)
+        need = beside(c, op, &gradient)
+        if op.made >= 0:
+            need += w.value[op.made].size
         if op.away >= 0:
             if w.value[op.away].on:
-                _evict(w, op.away, t, &held, &n_live, &n_gaps)
+                _evict(w, op.away, t, &held, &n_live)
             else:
-                w.gap[w.value[op.away].gap_of].floor = t
+                w.gap[w.value[op.away].gap_of].in_least = t + 1
         while held + need > c.limit:
             farthest = t
             best_x = -1
@@ -250,11 +246,10 @@ cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Verdict *r) noexcep
                     farthest = w.use_op[use]
                     best_x = x
             if best_x < 0:
-                if held + need - c.limit > over:
-                    over = held + need - c.limit
+                over = max(over, held + need - c.limit)
                 break
-            _evict(w, w.live[best_x], t, &held, &n_live, &n_gaps)
-        op.memory = held + need
+            _evict(w, w.live[best_x], t, &held, &n_live)
+        w.room[t] = c.limit - held - need
         if op.made >= 0:
             v = op.made
             held += w.value[v].size
@@ -262,86 +257,35 @@ cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Verdict *r) noexcep
             if w.value[v].movable:
                 w.live[n_live] = v
                 n_live += 1
-            if i == c.L:
-                backward = True
-                gradient = c.grad[i]
         else:
             _lose(w, op.saved_set, &held, &n_live)
-            gradient = c.grad[i - 1]
-            if i == c.L:
-                held += c.out[i]  # the caller still holds a_L
+            if op.stage == c.L:
+                held += c.out[c.L]  # the caller still holds a_L
         _lose(w, op.gone, &held, &n_live)
-    m.n_gaps = n_gaps
-    m.n_reloads = n_reloads
-    m.turn = turn
-    r.over = over
+    return over
 
 
-cdef void _prefetches(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t floor_place) noexcept nogil:
-    """Pass 3: move each prefetch up while the operations that it passes still fit, but not above `floor_place`."""
+cdef void _prefetches(Work *w, int32_t first) noexcept nogil:
+    """Pass 3: move each prefetch up while the operations that it passes still fit, but not above the position `first`.
+    """
     cdef int32_t t, p, g
-    cdef Py_ssize_t x
-    cdef int64_t size
-    for t in range(<int32_t>n):
-        w.place[t].head = -1
-    for x in range(m.n_reloads):
-        g = w.reload[x]
-        size = w.value[w.gap[g].value].size
-        p = w.gap[g].end
-        while p - 1 > w.gap[g].floor and p > floor_place and w.op[p - 1].memory + size <= c.limit:
-            p -= 1
-            w.op[p].memory += size
-        append(&w.place[p], w.gap_next, g)
-
-
-cdef void _text(Chain *c, Work *w, Py_ssize_t n, Moves *m, Verdict *r) noexcept nogil:
-    """The events in program order, and the most bytes on the host."""
-    cdef int32_t v, i, t, g
-    cdef Py_ssize_t next_free = 0, next_wait = 0
-    cdef int64_t host = 0, most = 0
-    cdef bint drops
-    cdef Operation *op
-    w.n_events = 0
-    for t in range(<int32_t>n):
-        op, i = &w.op[t], w.op[t].stage
-        while next_free < m.n_gaps and w.gap[next_free].begin == t:
-            add_event(w, E_FREE, w.gap[next_free].value)
-            next_free += 1
-        g = w.place[t].head
+    cdef Gap *gap
+    for t in range(<int32_t>w.n):
+        g = w.at[t].awaited.head
         while g >= 0:
-            add_event(w, E_PREFETCH, w.gap[g].value, w.value[w.gap[g].value].size / c.in_bandwidth)
-            g = w.gap_next[g]
-        while next_wait < m.n_reloads and w.gap[w.reload[next_wait]].end == t:
-            add_event(w, E_WAIT, w.gap[w.reload[next_wait]].value)
-            next_wait += 1
-        drops = op.gone >= 0 and (op.kind == ALL or op.kind == CK)
-        add_event(w, op.kind, t, c.u_B[i * c.K + op.form] if op.kind == BACK else forward_time(c, w, t, t + 1),
-                  op.saved_set, -1 if drops else op.gone)
-        if drops:
-            add_event(w, E_DROP, op.gone)
-        if op.saved_set >= 0 and w.value[op.saved_set].moves:
-            host -= w.value[op.saved_set].size
-        if op.gone >= 0 and w.value[op.gone].moves:
-            host -= w.value[op.gone].size
-        v = op.made
-        if v >= 0 and w.value[v].moves:
-            add_event(w, E_OFFLOAD, v, w.value[v].size / c.out_bandwidth)
-            host += w.value[v].size
-            most = max(most, host)
-    if c.host_limit >= 0:
-        r.host_over = max(0, most - c.host_limit)
+            gap, p = &w.gap[g], t
+            while p > gap.in_least and p > first and w.room[p - 1] >= gap.size:
+                p -= 1
+                w.room[p] -= gap.size
+            append(&w.at[p].fetched, w.in_next, g)
+            g = w.wait_next[g]
 
 
-cdef void decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Verdict *r) noexcept nogil:
-    """The events of the plan `codes`, its excess and its time."""
-    cdef Moves m
-    cdef Py_ssize_t n = operations(c, w, codes, V)
-    r[0] = Verdict(INF, HUGE, 0, 0.0, 0.0, 0, 0)
-    if n < 0:
-        return
-    _memory(c, w, n, &m, r)
-    _prefetches(c, w, n, &m, m.turn + 1 if codes[0] & 1 else 0)
-    _text(c, w, n, &m, r)
-    reset(&w.lanes)
-    r.makespan = run(&w.lanes, w.event, NULL, w.n_events, 0.0, 0, NULL)
-    r.makespan = max(r.makespan, drained(&w.lanes))
+cdef int64_t decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V) noexcept nogil:
+    """Operations and gaps of the plan `codes`. Returns the bytes that exceed the limit, -1 for too many operations."""
+    cdef int64_t over
+    if operations(c, w, codes, V) < 0:
+        return -1
+    over = _memory(c, w)
+    _prefetches(w, w.turn if codes[0] & 1 else 0)
+    return over

@@ -8,7 +8,7 @@ of the next round.
 """
 
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from rotoff.solver.kernels.cycle cimport Cycle, Groups, on_device
 from rotoff.solver.kernels.lanes cimport (ALL, CK, E_DROP, E_FREE, E_H, E_HERE, E_OFFLOAD, E_PREFETCH, E_U, E_WAIT, OUT,
@@ -19,177 +19,177 @@ cdef double INF = float("inf")
 cdef double NEAR = 1.0  # of `enough`: how far above it the first round may be; later ones gain less and less
 
 
-cdef void _alone(Chain *c, Cycle *s) noexcept nogil:
+cdef void _alone(Chain *c, Work *w, Cycle *s) noexcept nogil:
     """A first prediction: compute is as slow as the busiest lane throughout, and copies out run one after another."""
     cdef Py_ssize_t x, turn
     cdef int32_t g
     cdef double now = 0.0, lane = 0.0, period, slower = s.busiest / s.least if s.least > 0.0 else 1.0
-    for x in range(s.n):
+    for x in range(w.n):
         s.before[x] = now
-        now += s.at[x].lasts * slower
-    s.before[s.n] = period = now
+        now += w.at[x].lasts * slower
+    s.before[w.n] = period = now
     for turn in range(2):
-        for x in range(s.n):
-            g = s.at[x].leaving.head
+        for x in range(w.n):
+            g = w.at[x].leaving.head
             while g >= 0:
-                lane = max(lane, s.before[x + 1]) + s.gap[g].size / c.out_bandwidth
-                s.gap[g].out_end = lane
-                g = s.out_next[g]
+                lane = max(lane, s.before[x + 1]) + w.gap[g].size / c.out_bandwidth
+                w.gap[g].out_end = lane
+                g = w.out_next[g]
         lane -= period
 
 
-cdef inline int64_t _left(Cycle *s, int32_t x) noexcept nogil:
-    return s.left[x if x <= s.n else x - s.n - 1]
+cdef inline int64_t _left(Work *w, Cycle *s, int32_t x) noexcept nogil:
+    return s.left[x if x <= w.n else x - w.n - 1]
 
 
-cdef inline void _take(Cycle *s, int32_t x, int64_t size) noexcept nogil:
-    s.left[x if x <= s.n else x - s.n - 1] -= size
+cdef inline void _take(Work *w, Cycle *s, int32_t x, int64_t size) noexcept nogil:
+    s.left[x if x <= w.n else x - w.n - 1] -= size
 
 
-cdef void _frees(Cycle *s) noexcept nogil:
+cdef void _frees(Work *w, Cycle *s) noexcept nogil:
     """Each gap begins right after the use before it, or at the end of its copy out while room lasts."""
     cdef int32_t x, g, at, most
     cdef int64_t size
     cdef double end
-    for g in range(<int32_t>s.n_gaps):
-        s.gap[g].free_at = s.gap[g].begin + 1
-    for x in range(<int32_t>s.n):
-        g = s.at[x].leaving.head
+    for g in range(<int32_t>w.n_gaps):
+        w.gap[g].free_at = w.gap[g].begin + 1
+    for x in range(<int32_t>w.n):
+        g = w.at[x].leaving.head
         while g >= 0:
-            size, end = s.gap[g].size, s.gap[g].out_end
-            if s.gap[g].begin < x:  # made in the step before
-                end -= s.before[s.n]
-            at, most = s.gap[g].begin + 1, s.gap[g].free_most
-            while at < most and s.before[at] < end and _left(s, at) >= size:
-                _take(s, at, size)
+            size, end = w.gap[g].size, w.gap[g].out_end
+            if w.gap[g].begin < x:  # made in the step before
+                end -= s.before[w.n]
+            at, most = w.gap[g].begin + 1, w.gap[g].free_most
+            while at < most and s.before[at] < end and _left(w, s, at) >= size:
+                _take(w, s, at, size)
                 at += 1
-            s.gap[g].free_at = at
-            g = s.out_next[g]
+            w.gap[g].free_at = at
+            g = w.out_next[g]
 
 
-cdef void _starts(Chain *c, Cycle *s) noexcept nogil:
+cdef void _starts(Chain *c, Work *w, Cycle *s) noexcept nogil:
     """The latest starts of the copies in such that none is late: backward around the cycle, twice to close it."""
     cdef Py_ssize_t x, turn
     cdef int32_t g
     cdef double cursor = INF
     for turn in range(2):
-        for x in range(s.n - 1, -1, -1):
-            g = s.at[x].awaited.head
+        for x in range(w.n - 1, -1, -1):
+            g = w.at[x].awaited.head
             while g >= 0:
                 if cursor > s.before[x]:
                     cursor = s.before[x]
-                cursor -= s.gap[g].size / c.in_bandwidth
-                s.gap[g].start = cursor
-                g = s.wait_next[g]
-        cursor += s.before[s.n]
+                cursor -= w.gap[g].size / c.in_bandwidth
+                w.gap[g].start = cursor
+                g = w.wait_next[g]
+        cursor += s.before[w.n]
 
 
-cdef void _prefetches(Chain *c, Cycle *s) noexcept nogil:
+cdef void _prefetches(Chain *c, Work *w, Cycle *s) noexcept nogil:
     """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as the remaining
     room allows. A copy that can start and end before all of those takes its turn before them."""
-    cdef int32_t x, g, at, least, early, n1 = <int32_t>s.n + 1, floor, wraps
+    cdef int32_t x, g, at, least, early, n1 = <int32_t>w.n + 1, floor, wraps
     cdef int64_t size
     cdef double start, first = INF
-    for x in range(<int32_t>s.n):
-        g = s.at[x].awaited.head
+    for x in range(<int32_t>w.n):
+        g = w.at[x].awaited.head
         while g >= 0:
-            size, start, at = s.gap[g].size, s.gap[g].start, s.gap[g].end
+            size, start, at = w.gap[g].size, w.gap[g].start, w.gap[g].end
             if at >= n1:
-                start += s.before[s.n]
-            least = s.gap[g].in_least if s.gap[g].in_least > s.gap[g].free_at else s.gap[g].free_at
-            while at > least and s.before[at] > start and _left(s, at - 1) >= size:
+                start += s.before[w.n]
+            least = w.gap[g].in_least if w.gap[g].in_least > w.gap[g].free_at else w.gap[g].free_at
+            while at > least and s.before[at] > start and _left(w, s, at - 1) >= size:
                 at -= 1
-                _take(s, at, size)
-            s.gap[g].in_at = at
-            g = s.wait_next[g]
+                _take(w, s, at, size)
+            w.gap[g].in_at = at
+            g = w.wait_next[g]
     floor = -2 * n1
-    for x in range(<int32_t>s.n):
-        g = s.at[x].awaited.head
+    for x in range(<int32_t>w.n):
+        g = w.at[x].awaited.head
         while g >= 0:
-            size, at = s.gap[g].size, s.gap[g].in_at
-            wraps = n1 if s.gap[g].end >= n1 else 0
-            least = s.gap[g].in_least if s.gap[g].in_least > s.gap[g].free_at else s.gap[g].free_at
-            while at > least and at > floor + wraps and _left(s, at - 1) >= size:
+            size, at = w.gap[g].size, w.gap[g].in_at
+            wraps = n1 if w.gap[g].end >= n1 else 0
+            least = w.gap[g].in_least if w.gap[g].in_least > w.gap[g].free_at else w.gap[g].free_at
+            while at > least and at > floor + wraps and _left(w, s, at - 1) >= size:
                 at -= 1
-                _take(s, at, size)
+                _take(w, s, at, size)
             early = at
-            while at == floor + wraps and early > least and _left(s, early - 1) >= size:
+            while at == floor + wraps and early > least and _left(w, s, early - 1) >= size:
                 early -= 1
-            start = s.before[early] - (s.before[s.n] if wraps else 0.0)
+            start = s.before[early] - (s.before[w.n] if wraps else 0.0)
             if early < at and start + size / c.in_bandwidth <= first:
                 while at > early:
                     at -= 1
-                    _take(s, at, size)
+                    _take(w, s, at, size)
             else:
                 floor = at - wraps
-                start = s.before[at] - (s.before[s.n] if wraps else 0.0)
-            s.gap[g].in_at = at
+                start = s.before[at] - (s.before[w.n] if wraps else 0.0)
+            w.gap[g].in_at = at
             if start < first:
                 first = start
-            g = s.wait_next[g]
+            g = w.wait_next[g]
 
 
-cdef void _places(Cycle *s) noexcept nogil:
+cdef void _places(Work *w) noexcept nogil:
     """List the frees and prefetches at each position of the sequence; prefetches for this step's uses come first."""
-    cdef int32_t x, g, n1 = <int32_t>s.n + 1, turn
+    cdef int32_t x, g, n1 = <int32_t>w.n + 1, turn
     for x in range(n1):
-        s.at[x].freed.head = s.at[x].fetched.head = -1
-    for g in range(<int32_t>s.n_gaps):
-        x = s.gap[g].free_at
-        append(&s.at[x if x < n1 else x - n1].freed, s.free_next, g)
+        w.at[x].freed.head = w.at[x].fetched.head = -1
+    for g in range(<int32_t>w.n_gaps):
+        x = w.gap[g].free_at
+        append(&w.at[x if x < n1 else x - n1].freed, w.free_next, g)
     for turn in range(2):
         for x in range(n1 - 1):
-            g = s.at[x].awaited.head
+            g = w.at[x].awaited.head
             while g >= 0:
-                if turn == (s.gap[g].in_at < n1 <= s.gap[g].end):
-                    append(&s.at[s.gap[g].in_at - (n1 if s.gap[g].in_at >= n1 else 0)].fetched, s.in_next, g)
-                g = s.wait_next[g]
+                if turn == (w.gap[g].in_at < n1 <= w.gap[g].end):
+                    append(&w.at[w.gap[g].in_at - (n1 if w.gap[g].in_at >= n1 else 0)].fetched, w.in_next, g)
+                g = w.wait_next[g]
 
 
-cdef void _text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
+cdef void text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     """The step's events in program order."""
     cdef int32_t x, g, t, v, k, K = <int32_t>p.K
     cdef Py_ssize_t update = 0
     cdef bint drops
     cdef Operation *op
     w.n_events = 0
-    _places(s)
-    for x in range(<int32_t>s.n + 1):
-        add_event(w, E_HERE, x)
-        g = s.at[x].freed.head
+    for x in range(<int32_t>w.n + 1):
+        if K > 0:
+            add_event(w, E_HERE, x)
+        g = w.at[x].freed.head
         while g >= 0:
-            v = s.gap[g].value
-            add_event(w, E_FREE if s.gap[g].copies or v < s.base else E_DROP, v)
-            g = s.free_next[g]
+            v = w.gap[g].value
+            add_event(w, E_FREE if w.gap[g].copies or v < s.base else E_DROP, v)
+            g = w.free_next[g]
         while update < s.n_order and s.group[s.order[update]].update_at <= x:
             k = s.order[update]
             update += 1
-            if s.group[k].update_at == x and not on_device(s, k):
+            if s.group[k].update_at == x and not on_device(w, s, k):
                 add_event(w, E_H, k, p.group[k].host)
-        g = s.at[x].fetched.head
+        g = w.at[x].fetched.head
         while g >= 0:
-            add_event(w, E_PREFETCH, s.gap[g].value, s.gap[g].size / c.in_bandwidth)
-            g = s.in_next[g]
-        if x == s.n:
+            add_event(w, E_PREFETCH, w.gap[g].value, w.gap[g].size / c.in_bandwidth)
+            g = w.in_next[g]
+        if x == w.n:
             break
-        g = s.at[x].awaited.head
+        g = w.at[x].awaited.head
         while g >= 0:
-            add_event(w, E_WAIT, s.gap[g].value)
-            g = s.wait_next[g]
-        t = s.at[x].act
+            add_event(w, E_WAIT, w.gap[g].value)
+            g = w.wait_next[g]
+        t = w.at[x].act
         if t < 0:
             k = -1 - t
-            add_event(w, E_U, k, s.at[x].lasts, s.base + k, s.base + K + k, s.base + 2 * K + k)
+            add_event(w, E_U, k, w.at[x].lasts, s.base + k, s.base + K + k, s.base + 2 * K + k)
         else:
             op = &w.op[t]
             drops = op.gone >= 0 and (op.kind == ALL or op.kind == CK)
-            add_event(w, op.kind, t, s.at[x].lasts, op.saved_set, -1 if drops else op.gone)
+            add_event(w, op.kind, t, w.at[x].lasts, op.saved_set, -1 if drops else op.gone)
             if drops:
                 add_event(w, E_DROP, op.gone)
-        g = s.at[x].leaving.head
+        g = w.at[x].leaving.head
         while g >= 0:
-            add_event(w, E_OFFLOAD, s.gap[g].value, s.gap[g].size / c.out_bandwidth)
-            g = s.out_next[g]
+            add_event(w, E_OFFLOAD, w.gap[g].value, w.gap[g].size / c.out_bandwidth)
+            g = w.out_next[g]
 
 
 cdef double _lanes(Work *w, Cycle *s) noexcept nogil:
@@ -197,11 +197,11 @@ cdef double _lanes(Work *w, Cycle *s) noexcept nogil:
     cdef double[2] span
     cdef double found = steady(&w.lanes, w.event, NULL, w.n_events, False, s.before, span)
     cdef Py_ssize_t g, x
-    for g in range(s.n_gaps):
-        if s.gap[g].copies:
-            s.gap[g].out_end = w.lanes.job[s.gap[g].value].off_end - span[0]
-    for x in range(s.n + 1):
-        s.before[s.n + 1 + x] = s.before[x] + (span[1] - span[0])
+    for g in range(w.n_gaps):
+        if w.gap[g].copies:
+            w.gap[g].out_end = w.lanes.job[w.gap[g].value].off_end - span[0]
+    for x in range(w.n + 1):
+        s.before[w.n + 1 + x] = s.before[x] + (span[1] - span[0])
     return found
 
 
@@ -210,14 +210,14 @@ cdef void work(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     cdef Py_ssize_t g
     cdef int32_t k
     cdef double out = 0.0, back = 0.0, host = 0.0
-    for g in range(s.n_gaps):
-        if s.gap[g].copies:
-            out += s.gap[g].size / c.out_bandwidth
-        if s.gap[g].end >= 0:
-            back += s.gap[g].size / c.in_bandwidth
+    for g in range(w.n_gaps):
+        if w.gap[g].copies:
+            out += w.gap[g].size / c.out_bandwidth
+        if w.gap[g].end >= 0:
+            back += w.gap[g].size / c.in_bandwidth
     for g in range(s.n_order):
         k = s.order[g]
-        if not on_device(s, k):
+        if not on_device(w, s, k):
             host += p.group[k].host
     s.work = s.least + out + back + host
     if w.lanes.back == OUT:
@@ -227,27 +227,28 @@ cdef void work(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
 
 cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int rounds, int *best) noexcept nogil:
     """Seconds of a steady step, the best of `rounds`, and which round; above `enough` the result is not exact."""
-    cdef int32_t g, x, n1 = <int32_t>s.n + 1
+    cdef int32_t g, x, n1 = <int32_t>w.n + 1
     cdef double found = INF, now, near = NEAR
     cdef int r
     best[0] = 0
     if s.busiest > enough:
         return s.busiest
     for x in range(n1):
-        s.at[x].awaited.head = -1
-    for g in range(<int32_t>s.n_gaps):
-        if s.gap[g].end >= 0:
-            x = s.gap[g].end
-            append(&s.at[x if x < n1 else x - n1].awaited, s.wait_next, g)
-    _alone(c, s)
+        w.at[x].awaited.head = -1
+    for g in range(<int32_t>w.n_gaps):
+        if w.gap[g].end >= 0:
+            x = w.gap[g].end
+            append(&w.at[x if x < n1 else x - n1].awaited, w.wait_next, g)
+    _alone(c, w, s)
     for x in range(n1):
-        s.before[n1 + x] = s.before[x] + s.before[s.n]
+        s.before[n1 + x] = s.before[x] + s.before[w.n]
     for r in range(rounds):
-        memcpy(s.left, s.room, n1 * sizeof(int64_t))
-        _frees(s)
-        _starts(c, s)
-        _prefetches(c, s)
-        _text(c, w, p, s)
+        memcpy(s.left, w.room, n1 * sizeof(int64_t))
+        _frees(w, s)
+        _starts(c, w, s)
+        _prefetches(c, w, s)
+        _places(w)
+        text(c, w, p, s)
         now = _lanes(w, s)
         if now >= found:
             break
@@ -259,12 +260,12 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
     return found
 
 
-cdef inline int64_t _gone(Cycle *s, int32_t v) noexcept nogil:
+cdef inline int64_t _gone(Work *w, int32_t v) noexcept nogil:
     """Remove v from the host; returns the bytes that this frees."""
-    if v < 0 or not s.on_host[v]:
+    if v < 0 or not w.value[v].on:
         return 0
-    s.on_host[v] = 0
-    return s.value[v].size
+    w.value[v].on = False
+    return w.value[v].size
 
 
 cdef int64_t host_peak(Work *w, Groups *p, Cycle *s) noexcept nogil:
@@ -273,26 +274,28 @@ cdef int64_t host_peak(Work *w, Groups *p, Cycle *s) noexcept nogil:
     cdef int32_t g, v, x, K = <int32_t>p.K
     cdef int64_t now = 0, peak
     cdef Event *event
-    memset(s.on_host, 0, s.base + 3 * K)
-    for g in range(s.n_gaps):
-        if s.gap[g].value >= s.base and (s.gap[g].value < s.base + K or s.gap[g].value >= s.base + 2 * K):
-            s.on_host[s.gap[g].value] = 1
+    for v in range(s.base, s.base + 3 * K):
+        w.value[v].on = False
+    for g in range(w.n_gaps):
+        v = w.gap[g].value
+        if v >= s.base and not s.base + K <= v < s.base + 2 * K:
+            w.value[v].on = True
     for g in range(K):
-        if p.group[g].g > 0 and not on_device(s, g):
-            s.on_host[s.base + g] = s.on_host[s.base + 2 * K + g] = 1
-    for g in range(s.base, s.base + 3 * K):
-        now += s.value[g].size if s.on_host[g] else 0
+        if p.group[g].g > 0 and not on_device(w, s, g):
+            w.value[s.base + g].on = w.value[s.base + 2 * K + g].on = True
+    for v in range(s.base, s.base + 3 * K):
+        now += w.value[v].size if w.value[v].on else 0
     peak = now
     for e in range(w.n_events):
         event, v = &w.event[e], w.event[e].subject
         if event.kind == E_OFFLOAD:
-            s.on_host[v] = 1
-            now += s.value[v].size
+            w.value[v].on = True
+            now += w.value[v].size
             peak = max(peak, now)
         elif event.kind == E_H:
-            now -= _gone(s, s.base + K + v)
+            now -= _gone(w, s.base + K + v)
         elif event.kind == E_DROP and v < s.base:
-            now -= _gone(s, v)
+            now -= _gone(w, v)
         for x in range(3):
-            now -= _gone(s, event.waits[x])
+            now -= _gone(w, event.waits[x])
     return peak

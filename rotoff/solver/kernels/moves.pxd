@@ -1,7 +1,9 @@
-"""Random changes of plans, for the searches that decode one in each step (`kernels.plan`, `kernels.place`)."""
+"""Random changes of plans, for the search that decodes one in each step (`kernels.plan`)."""
 
 from libc.stdint cimport int16_t, uint64_t
 
+from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
+                                          STATE_LEAVES, STEPS_ASIDE, Groups)
 from rotoff.solver.kernels.work cimport APART, DROP, EARLY, KIND, MOVE, Chain, Work
 
 
@@ -84,3 +86,92 @@ cdef inline void mutate(Chain *c, Work *w, int16_t *codes, Py_ssize_t V, uint64_
         other = codes[q * V] & MOVE
         codes[q * V] = <int16_t>((codes[q * V] & ~MOVE) | (codes[p * V] & MOVE))
         codes[p * V] = <int16_t>((codes[p * V] & ~MOVE) | other)
+
+
+cdef inline void _preset(int16_t *gene, Py_ssize_t which) noexcept nogil:
+    """A place that people write by hand."""
+    cdef int16_t everywhere = (1 << (AFTER_UPDATE + 1)) - 1
+    gene[MASK] = everywhere if which >= 3 else 0
+    gene[FLAGS] = 0
+    if which == 1 or which == 3:
+        gene[FLAGS] = STATE_LEAVES | (GRADIENT_LEAVES if which == 3 else 0)
+    elif which == 2 or which == 4:
+        gene[FLAGS] = ON_HOST
+    elif which == 5:
+        gene[MASK] = (1 << AFTER_UPDATE) | 4
+        gene[FLAGS] = STATE_LEAVES
+
+
+cdef inline void _shift(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state) noexcept nogil:
+    """Another place for the update of group k."""
+    cdef int16_t *gene = genes + k * GENES
+    cdef Py_ssize_t choice = below(state, 8), other
+    cdef int16_t rank
+    if choice < 2:
+        gene[AT] += <int16_t>(1 + below(state, 4)) * (1 if below(state, 2) else -1)
+    elif choice == 2:
+        gene[AT] = 1
+    elif choice == 3:
+        gene[AT] = <int16_t>p.group[k].first
+    elif choice < 6:
+        other = below(state, p.K)
+        rank = gene[RANK]
+        gene[RANK] = genes[other * GENES + RANK]
+        genes[other * GENES + RANK] = rank
+    else:
+        gene[RANK] = <int16_t>(below(state, 2 * p.K + 1)) - <int16_t>p.K
+    if gene[AT] < 1:
+        gene[AT] = 1
+    elif gene[AT] > p.group[k].first:
+        gene[AT] = <int16_t>p.group[k].first
+
+
+cdef inline void mutate_groups(Groups *p, int16_t *genes, uint64_t *state) noexcept nogil:
+    """One random change of where parameters lie and when they are updated: of one group, or of all of its stages."""
+    cdef Py_ssize_t k = below(state, p.K), other, x
+    cdef bint all_of_them = below(state, 2) == 0
+    _mutate_group(p, genes, k, state)
+    if not all_of_them:
+        return
+    for other in range(p.K):
+        if (p.group[other].first == p.group[k].first and p.group[other].last == p.group[k].last and other != k
+                and (p.group[other].g > 0) == (p.group[k].g > 0)):
+            for x in range(MASK, RANK + 1):
+                genes[other * GENES + x] = genes[k * GENES + x]
+
+
+cdef inline void _mutate_group(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state) noexcept nogil:
+    cdef Py_ssize_t other, x, choice = below(state, 16)
+    cdef int16_t *gene = genes + k * GENES
+    cdef int16_t held
+    if choice < 4:
+        x = below(state, 8)
+        if x < 3:
+            gene[MASK] ^= 1 << AFTER_UPDATE
+        elif x < 5:
+            gene[MASK] ^= 4
+        elif x < 7:
+            gene[MASK] ^= 1
+        else:
+            gene[MASK] ^= <int16_t>(1 << below(state, 3 * SLOTS))
+    elif choice < 6:
+        gene[FLAGS] ^= STATE_LEAVES
+    elif choice < 7:
+        gene[FLAGS] ^= GRADIENT_LEAVES if below(state, 2) else STEPS_ASIDE
+    elif choice < 9:
+        gene[FLAGS] ^= ON_HOST
+    elif choice < 10:
+        _preset(gene, below(state, 6))
+    elif choice < 12:  # as a group near by
+        other = k + 1 - 2 * <Py_ssize_t>below(state, 2)
+        if 0 <= other < p.K:
+            gene[MASK] = genes[other * GENES + MASK]
+            gene[FLAGS] = genes[other * GENES + FLAGS]
+    elif choice < 14:
+        other = below(state, p.K)
+        for x in range(MASK, FLAGS + 1):
+            held = gene[x]
+            gene[x] = genes[other * GENES + x]
+            genes[other * GENES + x] = held
+    else:
+        _shift(p, genes, k, state)

@@ -10,10 +10,9 @@ end: the last one of a step becomes the first one of the next. `rotoff.solver.re
 from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memmove
 
-from rotoff.solver.kernels.decode cimport Verdict
 from rotoff.solver.kernels.lanes cimport PERIODS, Event, steady
 from rotoff.solver.kernels.moves cimport below
-from rotoff.solver.kernels.plan cimport Evaluator
+from rotoff.solver.kernels.plan cimport Evaluator, Verdict
 
 cdef double INF = float("inf")
 
@@ -125,7 +124,7 @@ cdef class Order(Evaluator):
         Evaluator.__init__(self, chain, arrays, limit, host_limit, 1, 0)
         cdef Text *t = &self.t
         K = len(chain.parameters)
-        self._lanes(base + (3 + PERIODS) * K + 1, base, K)
+        self._lanes(chain, base + (3 + PERIODS) * K + 1, base, K)
         t.n, t.n_movable, t.limit, t.host_limit = len(rows), len(movable), limit, self.c.host_limit
         t.op, t.event = <Operation *>self._input(rows), <Event *>self._input(events)
         t.access, t.movable = <int32_t *>self._input(access), <int32_t *>self._input(movable)

@@ -1,5 +1,9 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Search over plans: simulated annealing, each step of which decodes a whole plan (`kernels.decode`)."""
+"""Search over plans: simulated annealing, each step of which decodes a whole plan.
+
+A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes`), V for each from stage 0 on, then the
+genes of each group of parameters (`kernels.cycle`).
+"""
 
 import numpy as np
 
@@ -7,12 +11,18 @@ from libc.math cimport log, pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from rotoff.solver.kernels.decode cimport Verdict, decode
-from rotoff.solver.kernels.lanes cimport BACK, E_HERE, E_U, Event, Job
-from rotoff.solver.kernels.moves cimport below, mutate, unit
-from rotoff.solver.kernels.work cimport Chain, Gap, List, Operation, Value, Work
+from rotoff.solver.kernels.cycle cimport (FLAGS, GENES, MASK, Cycle, Group, GroupPlaces, Groups, Use, cycle, mark)
+from rotoff.solver.kernels.decode cimport decode
+from rotoff.solver.kernels.flow cimport ROUNDS, flow, host_peak, text, work
+from rotoff.solver.kernels.lanes cimport BACK, E_HERE, E_U, PERIODS, Event, Job, Lanes, drained, reset, run
+from rotoff.solver.kernels.moves cimport below, mutate, mutate_groups, unit
+from rotoff.solver.kernels.work cimport Chain, Gap, Operation, Position, Value, Work
 
 cdef double INF = float("inf")
+cdef int64_t HUGE = 4611686018427387904
+# What a second of a lane's work costs beside the step's seconds: of plans that take equally long, the one that moves
+# less has more room for what is to come.
+cdef double EASE = 0.06
 
 
 cdef inline double _excess(Verdict *r) noexcept nogil:
@@ -20,19 +30,59 @@ cdef inline double _excess(Verdict *r) noexcept nogil:
 
 
 cdef class Evaluator:
-    """Decodes plans of one chain at one limit. A plan is a row of codes, V for each stage from 0 on.
+    """Decodes plans of one chain at one limit.
 
     Args:
         chain, arrays: a chain and its `rotoff.solver.arrays.arrays`. limit, host_limit: bytes (None for no
             host_limit). visits: columns V of a plan. cap: the most compute operations a plan may decode to.
+        groups, reads: of a chain with parameters, as `rotoff.solver.placed_search.group_arrays` returns them. after:
+            whether updates come after ``B 1``.
     """
 
-    def __init__(self, chain, arrays, int64_t limit, host_limit, Py_ssize_t visits, Py_ssize_t cap):
+    def __init__(self, chain, arrays, int64_t limit, host_limit, Py_ssize_t visits, Py_ssize_t cap, groups=(),
+                 reads=((0,), (), ()), bint after=False):
         self.keep = []
         self.V = visits
-        self.link = (chain.duplex, *chain.bidirectional_shares)
-        cdef Chain *c = &self.c
+        self._chain(chain, arrays, limit, host_limit)
         cdef Work *w = &self.w
+        cdef Groups *p = &self.p
+        cdef Cycle *s = &self.s
+        cdef Py_ssize_t L = self.c.L, k
+        K = p.K = len(groups)
+        p.after = after
+        p.group = <Group *>self._input(groups)
+        p.reads_from, p.reads = <int32_t *>self._input(reads[0]), <int32_t *>self._input(reads[1])
+        p.slot = <int32_t *>self._input(reads[2])
+        w.cap, s.base = cap, <int32_t>(cap + 2)
+        n, uses = cap + K + 4, (cap + K + 4) * int(np.diff(reads[0]).max(initial=1)) + K
+        values = s.base + 3 * K + 1
+        gaps = 3 * values + uses  # a value is absent at most once before each of its uses
+        w.op = <Operation *>self._room(n * sizeof(Operation))
+        w.value = <Value *>self._room(values * sizeof(Value))
+        w.use_op, w.use_next, w.live = self._ints(2 * n), self._ints(2 * n), self._ints(n)
+        w.at = <Position *>self._room(n * sizeof(Position))
+        w.room = <int64_t *>self._room(n * sizeof(int64_t))
+        w.gap = <Gap *>self._room(gaps * sizeof(Gap))
+        w.out_next, w.free_next = self._ints(gaps), self._ints(gaps)
+        w.in_next, w.wait_next = self._ints(gaps), self._ints(gaps)
+        w.have, w.stash, w.visits = self._ints(L + 2), self._ints(L + 2), self._ints(L + 2)
+        w.event = <Event *>self._room((4 * gaps + 4 * n) * sizeof(Event))
+        s.pos, s.order = self._ints(n), self._ints(K + 1)
+        s.left = <int64_t *>self._room(n * sizeof(int64_t))
+        s.before = <double *>self._room(2 * n * sizeof(double))
+        s.group = <GroupPlaces *>self._room((K + 1) * sizeof(GroupPlaces))
+        s.use, s.use_next = <Use *>self._room(uses * sizeof(Use)), self._ints(uses)
+        for k in range(K):
+            w.value[s.base + k].size = p.group[k].w
+            w.value[s.base + K + k].size = p.group[k].g
+            w.value[s.base + 2 * K + k].size = p.group[k].o
+            if p.group[k].g > 0:
+                s.order[s.n_order] = <int32_t>k
+                s.n_order += 1
+        self._lanes(chain, values + PERIODS * K, s.base, K)
+
+    cdef void _chain(self, chain, arrays, int64_t limit, host_limit):
+        cdef Chain *c = &self.c
         c.L = arrays.out.shape[0] - 1
         c.K = arrays.saved.shape[1]
         c.limit = limit
@@ -49,23 +99,6 @@ cdef class Evaluator:
         c.u_again = <double *>self._input(arrays.u_again)
         c.u_B = <double *>self._input(arrays.u_B)
         c.n_forms = <int32_t *>self._input(arrays.n_forms)
-        w.cap = cap
-        n = cap + 2
-        w.op = <Operation *>self._room(n * sizeof(Operation))
-        w.value = <Value *>self._room(n * sizeof(Value))
-        self._lanes(n, 0, 0)
-        w.use_op = self._ints(2 * n)
-        w.use_next = self._ints(2 * n)
-        # A value is absent at most once before each of its uses.
-        w.gap = <Gap *>self._room(3 * n * sizeof(Gap))
-        w.gap_next = self._ints(3 * n)
-        w.reload = self._ints(3 * n)
-        w.place = <List *>self._room(n * sizeof(List))
-        w.have = self._ints(c.L + 2)
-        w.stash = self._ints(c.L + 2)
-        w.visits = self._ints(c.L + 2)
-        w.live = self._ints(n)
-        w.event = <Event *>self._room(12 * n * sizeof(Event))
 
     cdef size_t _input(self, array):
         made = np.ascontiguousarray(array)
@@ -78,33 +111,67 @@ cdef class Evaluator:
     cdef int32_t *_ints(self, n):
         return <int32_t *>self._room(n * sizeof(int32_t))
 
-    cdef void _lanes(self, n, base, K):
+    cdef void _lanes(self, chain, n, base, K):
         cdef Lanes *l = &self.w.lanes
-        duplex, l.share[0], l.share[1] = self.link
-        l.back, l.base, l.K, l.apart = 1 if duplex else 0, base, K, l.share[0] == 1.0 and l.share[1] == 1.0
+        l.share[0], l.share[1] = chain.bidirectional_shares
+        l.back, l.base, l.K, l.apart = chain.duplex, base, K, l.share[0] == 1.0 and l.share[1] == 1.0
         l.job = <Job *>self._room(n * sizeof(Job))
         l.update = self._ints(K + 1)
 
     cdef void look(self, const int16_t *codes, double enough, double weight, Verdict *r) noexcept nogil:
-        """Decode a plan; nothing need be exact where it costs more than `enough`. `r` has the verdict of another."""
-        decode(&self.c, &self.w, codes, self.V, r)
+        """Decode a plan; nothing need be exact where it costs more than `enough`. `r` has the verdict of another, and
+        keeps it where both plans make the same step, as a third of all changes do to one with parameters."""
+        cdef Chain *c = &self.c
+        cdef Work *w = &self.w
+        cdef Groups *p = &self.p
+        cdef Cycle *s = &self.s
+        cdef int64_t over
+        cdef uint64_t made = 0
+        if p.K == 0:
+            over = decode(c, w, codes, self.V)
+            r[0] = Verdict(INF, over, 0, 0.0, 0.0, 0, 0)
+            if over < 0:
+                r.over = HUGE
+                return
+            text(c, w, p, s)
+            reset(&w.lanes)
+            r.makespan = run(&w.lanes, w.event, NULL, w.n_events, 0.0, 0, NULL)
+            r.makespan = max(r.makespan, drained(&w.lanes))
+        else:
+            if cycle(c, w, p, s, codes, self.V) < 0:
+                r[0] = Verdict(INF, s.over, 0, 0.0, 0.0, 0, 0)
+                return
+            made = mark(w, s)
+            if made == r.mark:
+                return
+            r[0] = Verdict(INF, s.over, 0, <double>s.over_sum / (w.n + 1), 0.0, 0, made)
+            work(c, w, p, s)
+            r.work = EASE * s.work
+            enough -= r.work + weight * (r.over + r.spread)
+            r.makespan = flow(c, w, p, s, enough, ROUNDS, &r.rounds)
+        if c.host_limit >= 0:
+            r.host_over = max(0, host_peak(w, p, s) - c.host_limit)
 
     cdef void change(self, int16_t *codes, uint64_t *state) noexcept nogil:
         """Some random changes of the plan that was decoded last."""
-        mutate(&self.c, &self.w, codes, self.V, state)
-        while below(state, 3) == 0:
-            mutate(&self.c, &self.w, codes, self.V, state)
+        while True:
+            if self.p.K == 0 or below(state, 3) == 0:
+                mutate(&self.c, &self.w, codes, self.V, state)
+            else:
+                mutate_groups(&self.p, codes + (self.c.L + 1) * self.V, state)
+            if below(state, 3):
+                return
 
     cdef void confine(self, int16_t *codes, const int16_t *rules) noexcept nogil:
-        """Codes are and-ed with the first rule, then or-ed with the second."""
-        cdef Py_ssize_t x
+        """Codes are and-ed with the first rule, then or-ed with the second; masks and flags of groups are and-ed with
+        the last two."""
+        cdef Py_ssize_t x, k
+        cdef int16_t *genes = codes + (self.c.L + 1) * self.V
         for x in range(self.V, (self.c.L + 1) * self.V):
             codes[x] = (codes[x] & rules[0]) | rules[1]
-
-    cdef void decode_again(self, const int16_t *codes) noexcept nogil:
-        """Decode a plan so that the events are those of its best round."""
-        cdef Verdict r = Verdict(0.0, 0, 0, 0.0, 0.0, 0, 0)
-        self.look(codes, INF, 0.0, &r)
+        for k in range(self.p.K):
+            genes[k * GENES + MASK] &= rules[2]
+            genes[k * GENES + FLAGS] &= rules[3]
 
     def text(self, const int16_t[::1] codes):
         """The operations of a plan as rows (kind, stage or group, form, of). of: -1 for a_i, 0 for ā_i, 1, 2, 3 for w,
@@ -112,8 +179,12 @@ cdef class Evaluator:
         cdef Work *w = &self.w
         cdef Py_ssize_t e
         cdef int32_t kind, v, K = w.lanes.K
+        cdef Verdict r = Verdict(0.0, 0, 0, 0.0, 0.0, 0, 0)
         rows = []
-        self.decode_again(&codes[0])
+        self.look(&codes[0], INF, 0.0, &r)
+        if K > 0:  # the events of the best round
+            cycle(&self.c, w, &self.p, &self.s, &codes[0], self.V)
+            flow(&self.c, w, &self.p, &self.s, INF, r.rounds + 1, &r.rounds)
         for e in range(w.n_events):
             kind, v = w.event[e].kind, w.event[e].subject
             if kind == E_HERE:
@@ -122,7 +193,7 @@ cdef class Evaluator:
                 rows.append((kind, v + 1, 0, -1))
             elif kind <= BACK:
                 rows.append((kind, w.op[v].stage, w.op[v].form, -1))
-            elif K == 0 or v < w.lanes.base:
+            elif v < w.lanes.base:
                 rows.append((kind, w.value[v].level, 0, 0 if w.value[v].form >= 0 else -1))
             else:
                 rows.append((kind, (v - w.lanes.base) % K + 1, 0, 1 + (v - w.lanes.base) // K))
@@ -158,7 +229,7 @@ cdef class Evaluator:
                 if stop[0]:
                     break
                 temperature = hot * pow(cold / hot, (<double>step) / evaluations)
-                if self.harder:  # what is over at first shall fit at last
+                if self.p.K > 0:  # what is over at first shall fit at last
                     heavy = weight * sqrt(hot / temperature)
                 memcpy(&tried[0], &codes[0], n * sizeof(int16_t))
                 self.change(&tried[0], &state)

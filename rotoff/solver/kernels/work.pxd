@@ -1,4 +1,9 @@
-"""What decoding a plan works on: a chain's costs, the bits of a plan's codes, and the room that the passes share."""
+"""What decoding a plan works on: a chain's costs, the bits of a plan's codes, and the room that the passes share.
+
+Positions: the n operations of the compute lane in program order, updates on the device included, then position n, the
+end of the step. A step with parameters follows itself, so position n + 1 is position 0 of the next; such later
+positions stand in gaps.
+"""
 
 from libc.stdint cimport int8_t, int32_t, int64_t
 
@@ -49,52 +54,87 @@ cdef struct Operation:
     int32_t gone        # value dropped right after, or -1
     int32_t saved_set   # B: the value that is ā_i
     int32_t away        # value that must be on the host meanwhile, or -1
-    int64_t memory      # bytes while it runs, prefetches risen included
 
 
+# Of stages, then w, g and o of each group, whose `size` alone counts.
 cdef struct Value:
     int32_t level
     int32_t form        # -1 for a, else the form of ā
     int64_t size
-    bint movable, moves, apart, on
+    bint movable, moves, apart
+    bint on             # the device; in `host_peak` the host
     List uses           # yet to come
+    int32_t made        # operation
     int32_t gap_of
+    int32_t away_from   # of the operations at which it must be away, the first, or -1, and the last
+    int32_t away_until
 
 
-# An absence from the device.
+# An absence from the device between two uses.
 cdef struct Gap:
-    int32_t value, begin, end
-    int32_t floor       # no prefetch before the operation after this one
+    int32_t value
+    int64_t size
+    int32_t begin       # position of the use before
+    int32_t end         # position of the use after, or -1
+    int32_t free_most, in_least
+    bint copies         # whether it begins with a copy out
+    int32_t free_at, in_at
+    double out_end, start
+
+
+cdef struct Position:
+    int32_t act         # operation of the activations, or -1 - group
+    double lasts
+    List leaving, freed, fetched, awaited  # gaps
 
 
 # Workspace: `cap` operations, as many values, twice as many uses.
 cdef struct Work:
-    Py_ssize_t cap
+    Py_ssize_t cap, n, n_gaps, n_events
     Operation *op
     Value *value
     Lanes lanes
     int32_t *use_op
     int32_t *use_next
-    Gap *gap            # in order of `free`
-    int32_t *gap_next   # next prefetch at the same place
-    int32_t *reload     # the gaps in order of need
-    List *place         # prefetches before each operation
+    Position *at
+    int32_t turn        # position after the forward of L
+    int64_t *room       # bytes of the limit that are left
+    Gap *gap
+    int32_t *out_next
+    int32_t *free_next
+    int32_t *in_next
+    int32_t *wait_next
     # stages
     int32_t *have
     int32_t *stash      # ā on the host that `have` does not show, or -1
     int32_t *visits
     int32_t *live       # movable values on the device
     Event *event        # of the decoded step, in program order
-    Py_ssize_t n_events
 
 
-cdef inline double forward_time(Chain *c, Work *w, int32_t t, int32_t next) noexcept nogil:
-    """Seconds of the forward t; `next` is the operation after it on the compute lane, below 0 for an update. Right
-    before B i it is a replay, which stops early, unless i is L."""
-    cdef int32_t i = w.op[t].stage
-    if w.op[t].kind == ALL and next >= 0 and w.op[next].kind == BACK and w.op[next].stage == i:
-        return c.u_again[i]
-    return c.u_F[i]
+cdef inline double seconds(Chain *c, Work *w, int32_t t, int32_t next) noexcept nogil:
+    """Of the operation t; `next` is the one after it on the compute lane, below 0 for an update. A forward right before
+    its B is a replay, which stops early, unless it is that of L."""
+    cdef Operation *op = &w.op[t]
+    if op.kind == BACK:
+        return c.u_B[op.stage * c.K + op.form]
+    if op.kind == ALL and next >= 0 and w.op[next].kind == BACK and w.op[next].stage == op.stage:
+        return c.u_again[op.stage]
+    return c.u_F[op.stage]
+
+
+cdef inline int64_t beside(Chain *c, Operation *op, int64_t *gradient) noexcept nogil:
+    """Bytes that an operation needs beside the values. gradient: bytes of the one held before it, and then after it."""
+    cdef int32_t i = op.stage
+    cdef int64_t need
+    if op.kind == BACK:
+        gradient[0] = c.grad[i - 1]
+        return c.grad[i] + c.grad[i - 1] + c.b_transient[i * c.K + op.form]
+    need = gradient[0] + (c.f_transient[i * c.K + op.form] if op.kind == ALL else c.ck_transient[i])
+    if i == c.L:  # δ_L is held as soon as stage L has run, also during a free before B L
+        gradient[0] = c.grad[i]
+        need = max(need, c.grad[i])
+    return need
 
 
 cdef inline void add_event(Work *w, int32_t kind, int32_t subject, double seconds = 0.0, int32_t first = -1,
