@@ -43,6 +43,7 @@ cdef struct Groups:
 
 cdef struct GroupPlaces:
     int32_t update_at  # position of U, or before which H is issued
+    bint on_host       # whether it is H
     int32_t begun      # position of the first B
     int32_t whole      # position of the last B
     List uses          # of w
@@ -55,7 +56,7 @@ cdef struct Use:
 cdef struct Cycle:
     Py_ssize_t n_order
     int32_t base       # value number of w of the first group; g and o follow, K each
-    int64_t over, over_sum
+    int64_t over_sum   # of the bytes over the limit at each position
     double least       # seconds of compute
     double busiest     # seconds of the busiest of compute, the links and the host
     double work        # seconds of all of them together
@@ -68,10 +69,5 @@ cdef struct Cycle:
     int32_t *use_next
 
 
-cdef inline bint on_device(Work *w, Cycle *s, int32_t k) noexcept nogil:
-    """Whether group k, which is trained, is updated there."""
-    return s.group[k].update_at < w.n and w.at[s.group[k].update_at].act == -1 - k
-
-
-cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil
+cdef bint cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil
 cdef uint64_t mark(Work *w, Cycle *s) noexcept nogil

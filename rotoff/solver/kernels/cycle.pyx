@@ -13,9 +13,7 @@ from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
 from rotoff.solver.kernels.cycle cimport Use
 from rotoff.solver.kernels.decode cimport operations
 from rotoff.solver.kernels.lanes cimport BACK
-from rotoff.solver.kernels.work cimport Chain, Gap, Operation, Work, append, beside, seconds
-
-cdef int64_t HUGE = 4611686018427387904
+from rotoff.solver.kernels.work cimport Chain, Gap, Operation, Work, add_gap, append, beside, seconds
 
 
 cdef inline void _between(Work *w, int32_t first, int32_t last, int64_t size) noexcept nogil:
@@ -32,15 +30,10 @@ cdef inline void _between(Work *w, int32_t first, int32_t last, int64_t size) no
 
 
 cdef int32_t _gap(Work *w, int32_t v, int32_t after, int32_t before, int32_t made) noexcept nogil:
-    """Add a gap of v between uses at two positions; `made`: where its copy out is issued, -1 if the host has a copy."""
-    cdef int32_t x = <int32_t>w.n_gaps, most = before if before >= 0 else <int32_t>w.n
-    w.n_gaps += 1
-    w.gap[x] = Gap(v, w.value[v].size, after, before, most, after + 1, made >= 0, 0, 0, 0.0, 0.0)
-    if made >= 0:
-        append(&w.at[made].leaving, w.out_next, x)
+    """Add a gap as `add_gap` does, as long as it can be."""
     if before >= 0:
         _between(w, after + 1, before - 1, -w.value[v].size)
-    return x
+    return add_gap(w, v, after, before, made)
 
 
 cdef inline int32_t _stage_of(Groups *p, const int16_t *genes, int32_t k) noexcept nogil:
@@ -91,8 +84,8 @@ cdef void _positions(Work *w, Groups *p, Cycle *s, const int16_t *genes, Py_ssiz
         while next_update < s.n_order and _stage_of(p, genes, s.order[next_update]) == w.op[t].stage:
             k = s.order[next_update]
             next_update += 1
-            s.group[k].update_at = x
-            if not _on_host(p, genes, k):
+            s.group[k].update_at, s.group[k].on_host = x, _on_host(p, genes, k)
+            if not s.group[k].on_host:
                 w.at[x].act = -1 - k
                 x += 1
     w.n = x
@@ -202,7 +195,7 @@ cdef void _weights(Work *w, Groups *p, Cycle *s, const int16_t *genes, int32_t k
     """The gaps of w k. The first one after an update on the device begins with the copy out."""
     cdef int32_t v = s.base + k, u = s.group[k].uses.head, last = s.group[k].uses.tail
     cdef int32_t after, before, made = -1, x, n = <int32_t>w.n, mask = genes[k * GENES + MASK]
-    cdef bint host = _on_host(p, genes, k), trained = p.group[k].g > 0
+    cdef bint trained = p.group[k].g > 0, host = trained and s.group[k].on_host
     if p.group[k].w == 0:
         return
     _between(w, 0, n, p.group[k].w)
@@ -210,10 +203,10 @@ cdef void _weights(Work *w, Groups *p, Cycle *s, const int16_t *genes, int32_t k
         made = s.group[k].update_at
     # The gap after the last use of the step, which wraps around: the one after the update.
     after, before = s.use[last].pos, s.use[u].pos + n + 1
-    if (trained and host) or ((mask >> s.use[last].bit) & 1 and before - after > 1):
+    if host or ((mask >> s.use[last].bit) & 1 and before - after > 1):
         x = _gap(w, v, after, before, made)
         made = -1
-        if trained and host:
+        if host:
             w.gap[x].free_most = w.gap[x].in_least = s.group[k].update_at
     while s.use_next[u] >= 0:
         after, before = s.use[u].pos, s.use[s.use_next[u]].pos
@@ -228,7 +221,7 @@ cdef void _gradient_and_state(Work *w, Groups *p, Cycle *s, const int16_t *genes
     cdef int32_t begun = s.group[k].begun, whole = s.group[k].whole
     cdef int16_t flags = genes[k * GENES + FLAGS]
     cdef Group *group = &p.group[k]
-    if _on_host(p, genes, k):
+    if s.group[k].on_host:
         _between(w, begun, whole, group.g)
         _gap(w, g, whole, -1, whole)
         return
@@ -244,17 +237,17 @@ cdef void _gradient_and_state(Work *w, Groups *p, Cycle *s, const int16_t *genes
             w.gap[x].in_least = n + 1
 
 
-cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil:
-    """Operations, gaps and room of the plan `codes`; returns the number of positions, -1 for too many operations."""
+cdef bint cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil:
+    """Operations, gaps and room of the plan `codes`; returns whether there are no more operations than `cap`."""
     cdef const int16_t *genes = codes + (c.L + 1) * V
-    cdef Py_ssize_t acts = operations(c, w, codes, V), x
+    cdef Py_ssize_t acts, x
     cdef int32_t k
     cdef int64_t now
     w.n_gaps = 0
-    s.over = s.over_sum = 0
-    if acts < 0:
-        s.over = s.over_sum = HUGE
-        return -1
+    w.over = s.over_sum = 0
+    if not operations(c, w, codes, V):
+        return False
+    acts = w.n
     _positions(w, p, s, genes, acts)
     for x in range(w.n + 2):
         w.room[x] = 0
@@ -273,9 +266,8 @@ cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *cod
         w.room[x] = now
         if now < 0:
             s.over_sum -= now
-            if -now > s.over:
-                s.over = -now
-    return w.n
+            w.over = max(w.over, -now)
+    return True
 
 
 cdef inline uint64_t _mixed(uint64_t made, uint64_t by) noexcept nogil:

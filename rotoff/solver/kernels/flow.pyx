@@ -10,10 +10,10 @@ of the next round.
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
-from rotoff.solver.kernels.cycle cimport Cycle, Groups, on_device
+from rotoff.solver.kernels.cycle cimport Cycle, Groups
 from rotoff.solver.kernels.lanes cimport (ALL, CK, E_DROP, E_FREE, E_H, E_HERE, E_OFFLOAD, E_PREFETCH, E_U, E_WAIT, OUT,
                                          Event, steady)
-from rotoff.solver.kernels.work cimport Chain, Operation, Work, add_event, append
+from rotoff.solver.kernels.work cimport Chain, Operation, Position, Work, add_event, append
 
 cdef double INF = float("inf")
 cdef double NEAR = 1.0  # of `enough`: how far above it the first round may be; later ones gain less and less
@@ -152,11 +152,13 @@ cdef void text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     cdef Py_ssize_t update = 0
     cdef bint drops
     cdef Operation *op
+    cdef Position *at
     w.n_events = 0
     for x in range(<int32_t>w.n + 1):
+        at = &w.at[x]
         if K > 0:
             add_event(w, E_HERE, x)
-        g = w.at[x].freed.head
+        g = at.freed.head
         while g >= 0:
             v = w.gap[g].value
             add_event(w, E_FREE if w.gap[g].copies or v < s.base else E_DROP, v)
@@ -164,29 +166,29 @@ cdef void text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
         while update < s.n_order and s.group[s.order[update]].update_at <= x:
             k = s.order[update]
             update += 1
-            if s.group[k].update_at == x and not on_device(w, s, k):
+            if s.group[k].update_at == x and s.group[k].on_host:
                 add_event(w, E_H, k, p.group[k].host)
-        g = w.at[x].fetched.head
+        g = at.fetched.head
         while g >= 0:
             add_event(w, E_PREFETCH, w.gap[g].value, w.gap[g].size / c.in_bandwidth)
             g = w.in_next[g]
         if x == w.n:
             break
-        g = w.at[x].awaited.head
+        g = at.awaited.head
         while g >= 0:
             add_event(w, E_WAIT, w.gap[g].value)
             g = w.wait_next[g]
-        t = w.at[x].act
+        t = at.act
         if t < 0:
             k = -1 - t
-            add_event(w, E_U, k, w.at[x].lasts, s.base + k, s.base + K + k, s.base + 2 * K + k)
+            add_event(w, E_U, k, at.lasts, s.base + k, s.base + K + k, s.base + 2 * K + k)
         else:
             op = &w.op[t]
             drops = op.gone >= 0 and (op.kind == ALL or op.kind == CK)
-            add_event(w, op.kind, t, w.at[x].lasts, op.saved_set, -1 if drops else op.gone)
+            add_event(w, op.kind, t, at.lasts, op.saved_set, -1 if drops else op.gone)
             if drops:
                 add_event(w, E_DROP, op.gone)
-        g = w.at[x].leaving.head
+        g = at.leaving.head
         while g >= 0:
             add_event(w, E_OFFLOAD, w.gap[g].value, w.gap[g].size / c.out_bandwidth)
             g = w.out_next[g]
@@ -217,7 +219,7 @@ cdef void work(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             back += w.gap[g].size / c.in_bandwidth
     for g in range(s.n_order):
         k = s.order[g]
-        if not on_device(w, s, k):
+        if s.group[k].on_host:
             host += p.group[k].host
     s.work = s.least + out + back + host
     if w.lanes.back == OUT:
@@ -281,7 +283,7 @@ cdef int64_t host_peak(Work *w, Groups *p, Cycle *s) noexcept nogil:
         if v >= s.base and not s.base + K <= v < s.base + 2 * K:
             w.value[v].on = True
     for g in range(K):
-        if p.group[g].g > 0 and not on_device(w, s, g):
+        if p.group[g].g > 0 and s.group[g].on_host:
             w.value[s.base + g].on = w.value[s.base + 2 * K + g].on = True
     for v in range(s.base, s.base + 3 * K):
         now += w.value[v].size if w.value[v].on else 0

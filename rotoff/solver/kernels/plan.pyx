@@ -125,26 +125,21 @@ cdef class Evaluator:
         cdef Work *w = &self.w
         cdef Groups *p = &self.p
         cdef Cycle *s = &self.s
-        cdef int64_t over
-        cdef uint64_t made = 0
+        cdef uint64_t made
+        if not (cycle(c, w, p, s, codes, self.V) if p.K > 0 else decode(c, w, codes, self.V)):
+            r[0] = Verdict(INF, HUGE, 0, 0.0, 0.0, 0, 0)
+            return
         if p.K == 0:
-            over = decode(c, w, codes, self.V)
-            r[0] = Verdict(INF, over, 0, 0.0, 0.0, 0, 0)
-            if over < 0:
-                r.over = HUGE
-                return
+            r[0] = Verdict(INF, w.over, 0, 0.0, 0.0, 0, 0)
             text(c, w, p, s)
             reset(&w.lanes)
             r.makespan = run(&w.lanes, w.event, NULL, w.n_events, 0.0, 0, NULL)
             r.makespan = max(r.makespan, drained(&w.lanes))
         else:
-            if cycle(c, w, p, s, codes, self.V) < 0:
-                r[0] = Verdict(INF, s.over, 0, 0.0, 0.0, 0, 0)
-                return
             made = mark(w, s)
             if made == r.mark:
                 return
-            r[0] = Verdict(INF, s.over, 0, <double>s.over_sum / (w.n + 1), 0.0, 0, made)
+            r[0] = Verdict(INF, w.over, 0, <double>s.over_sum / (w.n + 1), 0.0, 0, made)
             work(c, w, p, s)
             r.work = EASE * s.work
             enough -= r.work + weight * (r.over + r.spread)

@@ -61,8 +61,8 @@ cdef struct Value:
     int32_t level
     int32_t form        # -1 for a, else the form of ā
     int64_t size
-    bint movable, moves, apart
-    bint on             # the device; in `host_peak` the host
+    int8_t movable, moves, apart
+    int8_t on           # the device; in `host_peak` the host
     List uses           # yet to come
     int32_t made        # operation
     int32_t gap_of
@@ -91,6 +91,7 @@ cdef struct Position:
 # Workspace: `cap` operations, as many values, twice as many uses.
 cdef struct Work:
     Py_ssize_t cap, n, n_gaps, n_events
+    int32_t n_values, n_uses
     Operation *op
     Value *value
     Lanes lanes
@@ -99,6 +100,7 @@ cdef struct Work:
     Position *at
     int32_t turn        # position after the forward of L
     int64_t *room       # bytes of the limit that are left
+    int64_t over        # the most that exceed it
     Gap *gap
     int32_t *out_next
     int32_t *free_next
@@ -110,6 +112,16 @@ cdef struct Work:
     int32_t *visits
     int32_t *live       # movable values on the device
     Event *event        # of the decoded step, in program order
+
+
+cdef inline int32_t add_gap(Work *w, int32_t v, int32_t after, int32_t before, int32_t made) noexcept nogil:
+    """A gap of v between uses at two positions; made: where its copy out is issued, -1 if the host has a copy."""
+    cdef int32_t x = <int32_t>w.n_gaps, most = before if before >= 0 else <int32_t>w.n
+    w.n_gaps += 1
+    w.gap[x] = Gap(v, w.value[v].size, after, before, most, after + 1, made >= 0, 0, 0, 0.0, 0.0)
+    if made >= 0:
+        append(&w.at[made].leaving, w.out_next, x)
+    return x
 
 
 cdef inline double seconds(Chain *c, Work *w, int32_t t, int32_t next) noexcept nogil:
