@@ -9,9 +9,9 @@ too):
 - bit 2 (APART, with MOVE, for an ā): B q+1 takes a_q, made again for it, while ā_q waits on the host;
 - bit 3 (EARLY, with MOVE, for an ā): the same from the start, a_q is made right after ā_q, which leaves at once.
 
-``codes[0, 0]`` bit 0: no prefetch before the turn-around. Backwards need no code: before ``B i``, missing values are
-recomputed from the nearest earlier value. The papers' persistent recompute trees are such tables. Tables can also
-express moves in the backward phase, inputs dropped under a kept ā, and checkpoints dropped and made again.
+Row 0 is not used. Backwards need no code: before ``B i``, missing values are recomputed from the nearest earlier value.
+The papers' persistent recompute trees are such tables. Tables can also express moves in the backward phase, inputs
+dropped under a kept ā, and checkpoints dropped and made again.
 """
 
 from __future__ import annotations

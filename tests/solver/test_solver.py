@@ -117,7 +117,6 @@ def test_the_search_ends_at_what_nothing_beats() -> None:
 def test_decoded_plans_are_what_the_machine_sees(chain: Chain, seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16 * 4, size=(len(chain) + 1, 4)).astype(np.int16)
-    codes[0] = rng.integers(0, 2)
     peak = simulate(chain, keep_all(chain)).peak_bytes
     least = min_mem_limit(chain, "joint")
     limit = max(1, round(least + share * max(0, peak - least)))

@@ -86,7 +86,6 @@ cdef bint operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V) noex
         w.visits[q] = 0
     for q in range(1, L + 1):
         _forward(c, w, q, _next_code(w, codes, V, q), q == L, q == L)
-    w.turn = <int32_t>w.n
     for i in range(L, 0, -1):
         while True:
             if w.have[i] < 0 and w.stash[i] >= 0:
@@ -99,7 +98,7 @@ cdef bint operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V) noex
             if high == 0 or w.have[high] >= 0:
                 break
             low = _nearest(w, high - 1)
-            # Each forward may be two, and B i..1 need one more at least.
+            # Each of these forwards may be two operations, and so may what B i..1 need at least.
             if w.n + 2 * (high - low) + 2 * i + 2 > w.cap:
                 return False
             for q in range(low + 1, high + 1):
@@ -209,16 +208,15 @@ cdef void _memory(Chain *c, Work *w) noexcept nogil:
         _lose(w, op.gone, &held, &n_live)
 
 
-cdef void _prefetches(Work *w, int32_t first) noexcept nogil:
-    """Pass 3: move each prefetch up while the operations that it passes still fit, but not above the position `first`.
-    """
+cdef void _prefetches(Work *w) noexcept nogil:
+    """Pass 3: move each prefetch up while the operations that it passes still fit."""
     cdef int32_t t, p, g
     cdef Gap *gap
     for t in range(<int32_t>w.n):
         g = w.at[t].awaited.head
         while g >= 0:
             gap, p = &w.gap[g], t
-            while p > gap.in_least and p > first and w.room[p - 1] >= gap.size:
+            while p > gap.in_least and w.room[p - 1] >= gap.size:
                 p -= 1
                 w.room[p] -= gap.size
             append(&w.at[p].fetched, w.in_next, g)
@@ -230,5 +228,5 @@ cdef bint decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V) noexcept
     if not operations(c, w, codes, V):
         return False
     _memory(c, w)
-    _prefetches(w, w.turn if codes[0] & 1 else 0)
+    _prefetches(w)
     return True

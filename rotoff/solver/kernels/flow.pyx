@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 from rotoff.solver.kernels.cycle cimport Cycle, Groups
 from rotoff.solver.kernels.lanes cimport (ALL, CK, E_DROP, E_FREE, E_H, E_HERE, E_OFFLOAD, E_PREFETCH, E_U, E_WAIT, OUT,
                                          Event, steady)
-from rotoff.solver.kernels.work cimport Chain, Operation, Position, Work, add_event, append
+from rotoff.solver.kernels.work cimport Chain, Gap, Operation, Position, Work, add_event, append
 
 cdef double INF = float("inf")
 cdef double NEAR = 1.0  # of `enough`: how far above it the first round may be; later ones gain less and less
@@ -84,49 +84,30 @@ cdef void _starts(Chain *c, Work *w, Cycle *s) noexcept nogil:
         cursor += s.before[w.n]
 
 
-cdef void _prefetches(Chain *c, Work *w, Cycle *s) noexcept nogil:
+cdef inline void _earlier(Work *w, Cycle *s, Gap *gap, double start) noexcept nogil:
+    """Issue a prefetch earlier, while room lasts, until it may begin at `start`."""
+    cdef int32_t least = max(gap.in_least, gap.free_at)
+    while gap.in_at > least and s.before[gap.in_at] > start and _left(w, s, gap.in_at - 1) >= gap.size:
+        gap.in_at -= 1
+        _take(w, s, gap.in_at, gap.size)
+
+
+cdef void _prefetches(Work *w, Cycle *s) noexcept nogil:
     """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as the remaining
-    room allows. A copy that can start and end before all of those takes its turn before them."""
-    cdef int32_t x, g, at, least, early, n1 = <int32_t>w.n + 1, floor, wraps
-    cdef int64_t size
-    cdef double start, first = INF
-    for x in range(<int32_t>w.n):
-        g = w.at[x].awaited.head
-        while g >= 0:
-            size, start, at = w.gap[g].size, w.gap[g].start, w.gap[g].end
-            if at >= n1:
-                start += s.before[w.n]
-            least = w.gap[g].in_least if w.gap[g].in_least > w.gap[g].free_at else w.gap[g].free_at
-            while at > least and s.before[at] > start and _left(w, s, at - 1) >= size:
-                at -= 1
-                _take(w, s, at, size)
-            w.gap[g].in_at = at
-            g = w.wait_next[g]
-    floor = -2 * n1
-    for x in range(<int32_t>w.n):
-        g = w.at[x].awaited.head
-        while g >= 0:
-            size, at = w.gap[g].size, w.gap[g].in_at
-            wraps = n1 if w.gap[g].end >= n1 else 0
-            least = w.gap[g].in_least if w.gap[g].in_least > w.gap[g].free_at else w.gap[g].free_at
-            while at > least and at > floor + wraps and _left(w, s, at - 1) >= size:
-                at -= 1
-                _take(w, s, at, size)
-            early = at
-            while at == floor + wraps and early > least and _left(w, s, early - 1) >= size:
-                early -= 1
-            start = s.before[early] - (s.before[w.n] if wraps else 0.0)
-            if early < at and start + size / c.in_bandwidth <= first:
-                while at > early:
-                    at -= 1
-                    _take(w, s, at, size)
-            else:
-                floor = at - wraps
-                start = s.before[at] - (s.before[w.n] if wraps else 0.0)
-            w.gap[g].in_at = at
-            if start < first:
-                first = start
-            g = w.wait_next[g]
+    room allows."""
+    cdef int32_t x, g, turn
+    cdef Gap *gap
+    for turn in range(2):
+        for x in range(<int32_t>w.n):
+            g = w.at[x].awaited.head
+            while g >= 0:
+                gap = &w.gap[g]
+                if turn == 0:
+                    gap.in_at = gap.end
+                    _earlier(w, s, gap, gap.start + (s.before[w.n] if gap.end > w.n else 0.0))
+                else:
+                    _earlier(w, s, gap, -INF)
+                g = w.wait_next[g]
 
 
 cdef void _places(Work *w) noexcept nogil:
@@ -248,7 +229,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         memcpy(s.left, w.room, n1 * sizeof(int64_t))
         _frees(w, s)
         _starts(c, w, s)
-        _prefetches(c, w, s)
+        _prefetches(w, s)
         _places(w)
         text(c, w, p, s)
         now = _lanes(w, s)

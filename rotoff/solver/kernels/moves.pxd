@@ -79,8 +79,6 @@ cdef inline void mutate(Chain *c, Work *w, int16_t *codes, Py_ssize_t V, uint64_
         if 1 <= p <= L:
             for v in range(V):
                 codes[q * V + v] = codes[p * V + v]
-    elif below(state, 8) == 0:
-        codes[0] ^= 1
     else:
         p = 1 + below(state, L)
         other = codes[q * V] & MOVE

@@ -11,7 +11,7 @@ from libc.math cimport log, pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from rotoff.solver.kernels.cycle cimport (FLAGS, GENES, MASK, Cycle, Group, GroupPlaces, Groups, Use, cycle, mark)
+from rotoff.solver.kernels.cycle cimport FLAGS, GENES, MASK, Cycle, Group, GroupPlaces, Groups, Use, cycle, mark
 from rotoff.solver.kernels.decode cimport decode
 from rotoff.solver.kernels.flow cimport ROUNDS, flow, host_peak, text, work
 from rotoff.solver.kernels.lanes cimport BACK, E_HERE, E_U, PERIODS, Event, Job, Lanes, drained, reset, run

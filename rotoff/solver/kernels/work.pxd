@@ -98,7 +98,6 @@ cdef struct Work:
     int32_t *use_op
     int32_t *use_next
     Position *at
-    int32_t turn        # position after the forward of L
     int64_t *room       # bytes of the limit that are left
     int64_t over        # the most that exceed it
     Gap *gap
