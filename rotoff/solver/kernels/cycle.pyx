@@ -110,7 +110,13 @@ cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     _between(w, n, n, c.grad[0])
 
 
-cdef void _activations(Work *w, Cycle *s, Py_ssize_t acts) noexcept nogil:
+cdef inline bint _alone(Work *w, const int16_t *genes, int32_t after, int32_t before) noexcept nogil:
+    """Whether an update between two uses needs the device for itself."""
+    return (before - after > 1 and w.at[after + 1].act < 0
+            and (genes[(-1 - w.at[after + 1].act) * GENES + FLAGS] & ALONE) != 0)
+
+
+cdef void _activations(Work *w, Cycle *s, const int16_t *genes, Py_ssize_t acts) noexcept nogil:
     """When each value of a stage is held, and its gaps: the longest one if it moves, and all in which it must be away.
     """
     cdef int32_t t, v, u, here, longest, after, before, far, x, away
@@ -124,18 +130,19 @@ cdef void _activations(Work *w, Cycle *s, Py_ssize_t acts) noexcept nogil:
         here, longest, far = s.pos[t], 1, -1
         u = w.value[v].uses.head
         while u >= 0:
-            if s.pos[w.use_op[u]] - here > longest:
-                longest = s.pos[w.use_op[u]] - here
+            before = s.pos[w.use_op[u]]
+            if before - here > longest and not _alone(w, genes, here, before):
+                longest = before - here
                 far = here
-            here = s.pos[w.use_op[u]]
+            here = before
             u = w.use_next[u]
         _between(w, s.pos[t], here, w.value[v].size)
-        if not w.value[v].movable or far < 0:
+        if not w.value[v].movable:
             continue
         after, u, here = s.pos[t], w.value[v].uses.head, s.pos[t]
         while u >= 0:
             before = s.pos[w.use_op[u]]
-            if after == far or after < away < before:
+            if after == far or after < away < before or _alone(w, genes, after, before):
                 x = _gap(w, v, after, before, -1 if w.value[v].moves else here)
                 w.value[v].moves = True
                 if after < away < before:
@@ -254,7 +261,7 @@ cdef bint cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py
         w.at[x].leaving.head = -1
     _costs(c, w, p, s)
     _between(w, 0, <int32_t>w.n, c.out[0])
-    _activations(w, s, acts)
+    _activations(w, s, genes, acts)
     _uses(c, w, p, s)
     for k in range(<int32_t>p.K):
         _weights(w, p, s, genes, k)
