@@ -173,7 +173,7 @@ class Attachment:
         self.planned.training = self.model.training
         if self.share is not None:
             self._plan_share(*self.share)
-        return self._within(self.planned.forward, args, kwargs)
+        return self.planned.forward(*args, **kwargs)
 
     def _plan_share(self, share: float, asked: dict[str, Any]) -> None:
         """Plan within a share of what the first step has shown, if there was one."""
@@ -186,13 +186,9 @@ class Attachment:
 
     def its_own(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward; calls of the model within it run its own forward, too."""
-        return self._within(self.original, args, kwargs)
-
-    def _within(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `run`; calls of the model within it (measuring makes some) run its own forward."""
         before, self._inside = self._inside, True
         try:
-            return run(*args, **kwargs)
+            return self.original(*args, **kwargs)
         finally:
             self._inside = before
 
