@@ -2,12 +2,13 @@
 
 A dispatch mode sees the outputs of every operation. A storage exists from the operation that made it until nothing
 refers to it, which a weak reference reports. Of temporaries inside kernels, `cpu_temporaries` knows those that matter.
-Where autograd's engine adds to a gradient that nothing else holds, these are subclasses, for which it makes a new sum.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +24,13 @@ from torch.utils._pytree import tree_map
 from ...accelerator import BLOCK
 from ...errors import MeasureError
 from ...tensors.eager_mode import EagerMode
-from ...tensors.storage import pieces, rounded
+from ...tensors.storage import pieces, rounded, uses_of
 from ...tensors.tree import leaves
 from ..allocations import Event
 from .collectives import Collective, collective
 from .cpu_temporaries import convolution_kernel, temporary_bytes
 from .devices import Device
-from .fake_kernels import CPU, QUERIES
+from .fake_kernels import CPU, QUERIES, FakeKernels
 from .roofline import seconds_of
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class FakeLog(EagerMode):
 
     def __init__(self, device: Device) -> None:
         super().__init__()
+        _engine_references()  # caches the result now, because it runs a backward, which hooks would see
         self.told: list[Event] = []
         self.collectives: list[Collective] = []
         self.kernels: list[Any] = []
@@ -122,6 +124,11 @@ class FakeLog(EagerMode):
         if func in QUERIES:  # a third of all: autograd asks for each gradient
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
+        if func is torch.ops.aten.add.Tensor and not kwargs and torch._C._current_graph_task_id() != -1:
+            into = _accumulated(args)
+            if into is not None:
+                self._ran(torch.ops.aten.add_.Tensor, args, kwargs, into)
+                return into
         result = func(*args, **kwargs)
         for tensor in _made(func, result):
             for piece in pieces(tensor):
@@ -131,11 +138,14 @@ class FakeLog(EagerMode):
         beyond = temporary_bytes(func, args, result) if self._device.capability is None else 0
         if beyond:
             self.told.append(Event(-beyond, self.hidden(beyond)))
+        self._ran(func, args, kwargs, result)
+        return result
+
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         call = collective(func, args, kwargs, result, self._device, len(self.told))
         seconds = seconds_of(self._device, func, args, kwargs, result) if call is None else call.seconds
         self.collectives += [] if call is None else [call]
         self.seconds += Fraction(0.0 if call is not None and call.beside else seconds)
-        return result
 
     def hidden(self, size: int) -> int:
         """Note an allocation that is no output, and return its number."""
@@ -184,3 +194,47 @@ def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
     for returned, output in zip(returns, outputs, strict=True):
         if returned.alias_info is None:
             yield from (leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor))
+
+
+def _accumulated(args: Any) -> torch.Tensor | None:
+    """Return the gradient that autograd's engine would overwrite if real tensors were added; None if this is no such
+    sum.
+
+    The engine overwrites a gradient that nothing else holds, except for a subclass of Tensor, so here it asks for a new
+    sum. The engine's call has fewer references than one from a backward written in Python, which tells them apart.
+    """
+    if torch.is_grad_enabled() or len(args) != 2:
+        return None
+    alone = _engine_references()
+    for place in (0, 1):
+        if isinstance(args[place], FakeTensor) and all(
+            a <= b for a, b in zip(_references(args, place), alone, strict=True)
+        ):
+            tensor: torch.Tensor = args[place]
+            if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+                return tensor
+    return None
+
+
+def _references(args: Any, place: int) -> tuple[int, int, int]:
+    tensor = args[place]
+    return tensor._use_count(), uses_of(tensor), sys.getrefcount(tensor)
+
+
+@functools.cache
+def _engine_references() -> tuple[int, int, int]:
+    """Return the references to a gradient that the engine is about to add to and that nothing else holds."""
+    seen: list[tuple[int, int, int]] = []
+
+    class Watch(EagerMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                seen.append(_references(args, 0))
+            return func(*args, **(kwargs or {}))
+
+    with FakeKernels(), torch.enable_grad():
+        x = torch.empty(2, requires_grad=True, device=CPU)
+        y = torch.stack([x.tanh().sin() * 2, x.cos().sin() * 2])
+        with Watch():
+            torch.autograd.grad(y, x, torch.empty_like(y))
+    return seen[0]
