@@ -244,4 +244,7 @@ def steady_bound(chain: Chain, limit: int, updates: str, steps: float = PERIODS)
         found, drift = least(1 - 1 / PERIODS), drift_time(chain, limit, updates)
         # Four steps pay three quarters of most copies, so the endless bound is hardly above 4/3 of theirs.
         found = max(found, least(1.0) - drift) if 3 * drift < found else found
-    return max(found, least_compute(chain)) * (1 - SUM_ERROR)
+    if chain.parameters:
+        return max(found, least_compute(chain)) * (1 - SUM_ERROR)
+    c = arrays(chain)  # summed from the left, as the machine does, so that rounding puts no sequence below
+    return max(found * (1 - SUM_ERROR), float(np.cumsum(np.concatenate([c.u_F[1:], c.fastest[:0:-1]]))[-1]))

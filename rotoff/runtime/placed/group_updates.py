@@ -44,9 +44,9 @@ class GroupUpdates:
                 for tensor in () if here else self._groups.tensors(w(k)) + self._groups.tensors(o(k)):
                     tensor.release()
         self.host.join()
-        left = self._chunks[0].left()
+        chunks = self._chunks[0]
         self.end()
-        return left
+        return chunks.left()
 
     def end(self) -> set[int]:
         """End an update of all groups: put everything to rest for the caller, with no copy running. Returns, by id,
