@@ -558,8 +558,8 @@ class StepRunner:
             self._say(
                 "astray",
                 "the model's forward made other operations than the planned ones. Its result is that of the plain"
-                " model, and what it saves leaves the device at once, which takes longer, until such a step is planned;"
-                " that happens when it recurs",
+                " model, and what it saves leaves the device at once, which takes longer, and near the smallest limit"
+                " more bytes than that, until such a step is planned; that happens when it recurs",
             )
         return self._noted(result)
 
