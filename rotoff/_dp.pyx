@@ -1,5 +1,6 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""The papers' dynamic programs, term by term: `Opt` of rotor (slides, 2021), OC and C_A of the NeurIPS 2021 supplement.
+"""The papers' dynamic programs, term by term: `Opt` of rotor (slides, 2021), OC and C_A of the NeurIPS 2021 supplement
+(Beaumont, Eyraud-Dubois, Shilova: Efficient Combination of Rematerialization and Offloading for Training DNNs).
 
 Symbols are the supplement's:
 
@@ -351,7 +352,7 @@ cdef class Joint:
             if M_F > ERROR or M_B > ERROR:
                 continue
             if i == j:
-                # u_F + u_B + ε, ε = max(M_B − N + A + Δ, M_Fall − β u_B − N + A + Δ, 0) / β
+                # u_F + u_B + ε, ε = max(M_B − N + A + Δ, M_Fall + δ_j − β u_B − N + A + Δ, 0) / β
                 D1 = max(_up(M_B + D), _up(M_F + D - self.beta_B * self.u_B[i, f]))
                 cost = self.u_again[i] + self.u_B[i, f] + D1 / self.beta_B
             else:
@@ -362,7 +363,7 @@ cdef class Joint:
                 c1 = self.C(i + 1, j, A + self.saved[i, f], D1)
                 if c1 == INFINITY:
                     continue
-                # Δ_2 = max(Δ_1 − β C_A(i+1, j, A + ā_i, Δ_1), 0), ε_F = max(M_Fall − N + A + Δ_2, 0) / β
+                # Δ_2 = max(Δ_1 − β C_A(i+1, j, A + ā_i, Δ_1), 0), ε_F = max(M_Fall + δ_j − N + A + Δ_2, 0) / β
                 D2 = _left(D1, _copied(self.clock[i], self.beta_B * c1))
                 e_F = _up(M_F + D2)
                 cost = u_F + c1 + self.u_B[i, f] + (e_F + e_B) / self.beta_B
@@ -382,7 +383,7 @@ cdef class Joint:
             if cost + c1 + c2 >= best.cost:
                 continue
             D3 = _left(D2, _copied(self.clock[k], self.beta_B * c2))
-            # ε = max(max_q (M_q − β Σ_{q<r≤k} u_F(r)) − N + A + Δ_3, 0) / β
+            # ε = max(max_q (M_q − β Σ_{q<r≤k} u_F(r)) + δ_j − N + A + Δ_3, 0) / β
             cost += c1 + c2 + _up(self.late[i, k] + over + D3) / self.beta_B
             if cost < best.cost:
                 best[0] = Choice(cost, k, 0, A + self.out[k], D2)
@@ -480,7 +481,8 @@ cdef class Joint:
 
     cdef inline void go_on(self, Py_ssize_t i, Py_ssize_t x, State *state, double cost, Py_ssize_t i1, Py_ssize_t x1,
                            Py_ssize_t D_F, Py_ssize_t D_B, bint stays) noexcept nogil:
-        """Table 2: to OC_x1(i1, A', A_F', A_B'), with I kept (v = 0, if it `stays`) and offloaded (v = 1)."""
+        """Table 2: to OC_x1(i1, A', A_F', A_B'), with I kept (v = 0, if it `stays`) and offloaded (v = 1):
+        A' = A + (1 − v) I, A_F' = max(A_F + v I − D_F, 0), A_B' = max(A_B − D_B, 0) + v I."""
         cdef Py_ssize_t v, I = self.size(i, x), row = i1 * self.X + x1, A, A_F, A_B, at
         cost += state.cost
         for v in range(0 if stays else 1, 2 if i > 1 else 1):

@@ -276,7 +276,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
     _in_units(axis, "x", BYTES, "limit, with the batch")
     top = max(*(row.overhead or 0.0 for row in made), _LEAST_SPAN)
     axis.set_yscale("asinh", linear_width=_LINEAR)
-    ticks = [0.0, *(share for share in _TICKS if top / 20 <= share <= 1.06 * top)]
+    ticks = [0.0, *(share for share in _TICKS if top / 50 <= share <= 1.06 * top)]
     axis.set_yticks(ticks, map(percent, ticks))
     axis.set_yticks([], minor=True)
     axis.set_ylim(-0.18 * min(top, _LINEAR), 1.06 * top)
