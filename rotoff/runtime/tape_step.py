@@ -35,7 +35,7 @@ from .step_times import Recording
 
 BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
 _METHODS = {kind: f"_{kind.name.lower()}" for kind in OpKind}
-OFF_COURSE = 8  # operations and saved tensors after which what a step without a plan has saved leaves the device
+OFF_COURSE = 2  # operations and saved tensors after which what a step without a plan has saved leaves the device
 
 
 class TapeStep:
@@ -173,19 +173,21 @@ class TapeStep:
         if self._check is not None:
             self._check.off_course(tape.owned(before).values())
         if self._spill is not None:
-            for stage in range(before + 1) if first else [before]:
-                self._move_away(tape, stage)
+            for stage in range(before) if first else ():
+                self._move_away(tape, stage, tape.owned(stage))
+            saved = {c: storage for c in tape.saved_contents(before) if (storage := c.storage(seen=True)) is not None}
+            self._move_away(tape, before, saved)
             for v in list(self._values) if first else ():
                 self._release(tape, v)
         tape.enter(max(before, BEYOND) + 1)
-        if self._spill is not None and before >= BEYOND:
-            tape.let_go(before)
+        if self._spill is not None and all(c in self._away for c in tape.saved_contents(before)):
+            tape.let_go(before)  # what its new operations have made
         tape.keep = self._spill is not None
 
-    def _move_away(self, tape: Tape, stage: int) -> None:
+    def _move_away(self, tape: Tape, stage: int, storages: dict[Content, torch.UntypedStorage]) -> None:
         """What a stage has saved leaves the device."""
         assert self._spill is not None
-        for content, storage in tape.owned(stage).items():
+        for content, storage in storages.items():
             if content not in self._away:
                 self._away[content] = self._spill.put(storage)
         tape.empty(stage)

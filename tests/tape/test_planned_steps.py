@@ -53,15 +53,15 @@ class Skips(Long):
         return torch.sin(x) * 2 if self.skip and n == 4 else x
 
 
-@pytest.mark.parametrize("mode", ["joint", "remat"])
+@pytest.mark.parametrize(("mode", "share"), [("joint", 0.4), ("remat", 0.01)])
 @pytest.mark.parametrize("new_tape", TAPES)
 @pytest.mark.grid(every=2)
 def test_a_forward_off_its_course_is_right_within_the_limit_and_planned_when_it_recurs(
-    new_tape: Any, mode: str, caplog: pytest.LogCaptureFixture
+    new_tape: Any, mode: str, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     x = drawn(0).repeat(TIMES, 1)
-    beside = within(Skips(), x, 0.4, new_tape, mode)
+    beside = within(Skips(), x, share, new_tape, mode)
     for n in range(8):
         beside.plain.skip = beside.model.skip = n >= 3
         if n == 5:  # that one is recorded
