@@ -296,9 +296,8 @@ def small_forms_move(chain: rotoff.Chain, updates: str) -> rotoff.Sequence:
     return within(replace(chain, stages=tuple(stages)), 0.1, updates)
 
 
-FORETOLD = {*MODELS, "mlp", "language", "tied"} - {
-    "parametrized"
-}  # a matrix exponential, whose bytes depend on numbers
+# Not foretold: what a matrix exponential takes, which depends on its numbers.
+FORETOLD = {*MODELS, "mlp", "language", "tied"} - {"parametrized"}
 
 
 @UPDATES
