@@ -135,6 +135,7 @@ class Lent:
 class Weight(Content):
     """A parameter as a content: there whenever something reads it."""
 
+    on_demand = True
     __slots__ = ("bring",)
 
     def __init__(self, bring: Callable[[], torch.UntypedStorage], storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -252,7 +253,7 @@ class Lending:
     def fill(self, wanted: list[Lent], alone: bool = False) -> None:
         """Have the device hold `wanted`. alone: and no more that was filled so than there is room for."""
         missing = [lent for lent in dict.fromkeys(wanted) if lent.place.device is None]
-        if missing and alone:
+        if alone:
             more = sum(lent.parameter.nbytes for lent in (*self._demanded, *missing)) - self._room
             others = [lent for lent in self._demanded if lent not in wanted]
             taken = accumulate((lent.parameter.nbytes for lent in others), initial=0)

@@ -179,6 +179,7 @@ class TapeStep:
             self._move_away(tape, before, saved)
             for v in list(self._values) if first else ():
                 self._release(tape, v)
+            self._arrive_unread()
         tape.enter(max(before, BEYOND) + 1)
         if self._spill is not None and all(c in self._away for c in tape.saved_contents(before)):
             tape.let_go(before)  # what its new operations have made
@@ -335,6 +336,15 @@ class TapeStep:
                     self.link.wait(arrival)
                     self._hold(v, [content], {content: storage})
 
+    def _arrive_unread(self) -> None:
+        """What is arriving goes: nobody reads it, but its copy holds the bytes until it has ended."""
+        for arrived in self._arriving.values():
+            for _, arrival in arrived.values():
+                assert self.link is not None
+                with suppress(ExecutionError):
+                    self.link.wait(arrival)
+        self._arriving.clear()
+
     def _handed(self, tape: Tape, stage: int) -> list[Content]:
         keys = self._layout.handed[stage - 1] if stage else ()
         return [content for home, key in keys if (content := tape.content(home, *key)) is not None]
@@ -451,12 +461,7 @@ class TapeStep:
             self._release(tape, v)
         self._copies.clear()
         self._leaving.clear()
-        for arrived in self._arriving.values():
-            for _, arrival in arrived.values():
-                assert self.link is not None
-                with suppress(ExecutionError):  # nobody reads it, but its copy holds the bytes
-                    self.link.wait(arrival)
-        self._arriving.clear()
+        self._arrive_unread()
         if self.link is not None:
             self.link = None
             self._link_back()

@@ -32,9 +32,11 @@ class Content:
     for what the tape did not see made. maker: that operation; for what an operation wrote over a resident, that one, if
     there is a copy of what it overwrote. stage: in which it was made. held: the storage, while the tape keeps it. read:
     whether an operation of the tape reads it. next: the content that took its place, if a write did. once: whether it
-    must not be made again. lent: how many copies to the host read it.
+    must not be made again. lent: how many copies to the host read it. on_demand: whether it comes to the device when
+    something asks for its storage.
     """
 
+    on_demand = False
     __slots__ = (
         *("__weakref__", "_made_in", "_new", "_sum", "_version", "_weak", "_witness"),
         *("held", "lent", "maker", "nbytes", "next", "once", "op", "out", "read", "stage"),

@@ -518,7 +518,8 @@ class Tape(EagerMode):
                 last[reference.content] = number
         for number in order:
             op = self.operations[number]
-            self._run(number, have, {c for c in op.contents() if c in there or c in wanted or last[c] > number})
+            others = {c for c in op.contents() if c in there or c not in have}
+            self._run(number, have, others | {c for c in op.contents() if c in wanted or last[c] > number})
             yield op
             overwritten = (r.into for r in op.references if r.into is not None)
             for content in (*op.contents(), *op.made, *overwritten):
@@ -536,6 +537,8 @@ class Tape(EagerMode):
         todo, seen = list(wanted), set(wanted)
         while todo:
             content = todo.pop()
+            if content.on_demand and content not in wanted:
+                continue  # the operation that reads it asks for it
             storage = None if content in anew else self.storage_of(content)
             if storage is not None:
                 have[content] = storage
@@ -556,15 +559,15 @@ class Tape(EagerMode):
         """Run an operation again on what `have` has, and put there what it makes. needed: of what it reads, what must
         not be overwritten."""
         op = self.operations[number]
-        changed: dict[Content, torch.UntypedStorage] = {}
-        for reference in op.references:
-            content = reference.content
-            if reference.into is not None and content not in changed:
-                changed[content] = copy_of(have[content]) if content in needed else have[content]
+        overwritten = {reference.content for reference in op.references if reference.into is not None}
+        read = {}
+        for content in op.contents():
+            storage = have[content] if content in have else self.storage_of(content)
+            assert storage is not None
+            read[content] = copy_of(storage) if content in overwritten & needed else storage
 
         def tensor(reference: Reference) -> torch.Tensor:
-            own = changed.get(reference.content)
-            return reference.view.on(have[reference.content] if own is None else own)
+            return reference.view.on(read[reference.content])
 
         args = [replaced(x, Reference, tensor) for x in op.args]
         kwargs = {name: replaced(x, Reference, tensor) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
@@ -584,4 +587,4 @@ class Tape(EagerMode):
             have.setdefault(content, results[content.out].untyped_storage())
         for reference in op.references:
             if reference.into is not None and reference.into.maker != RESIDENT:
-                have.setdefault(reference.into, changed[reference.content])
+                have.setdefault(reference.into, read[reference.content])

@@ -1347,6 +1347,32 @@ def test_gradients_of_a_step_off_its_course_go_to_the_host() -> None:
     assert all(map(in_file(), (p.grad for p in model.parameters())))
 
 
+def longer(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Makes one more operation after one of its layers."""
+    for n, layer in enumerate(net.layers):
+        x = x + layer(x)
+        x = x.sin() if n == net.more else x
+    return x
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize(("rows", "width", "inner"), [(4, 128, 512), (512, 32, 64)])
+def test_a_step_off_its_course_keeps_a_limit_near_the_smallest(rows: int, width: int, inner: int, updates: str) -> None:
+    """Weights come when an operation reads them, and what the plan was prefetching goes."""
+    torch.manual_seed(0)
+    net, x = Does(longer, layers=several(4, width, inner), more=None), torch.randn(rows, width)
+    (plain, _, others), (model, run, own) = twins(net, x, updates=updates, share=0.01, plan=place)
+    added_up(plain, others, x)
+    added_up(run, own, x)
+    for plain.more in (0, 3):
+        model.more = plain.more
+        peak = peak_bytes(lambda: added_up(run, own, x), before=lambda: own_again(model, own))
+        assert run._steps.latest.strayed
+        assert peak + x.nbytes <= run.mem_limit
+        added_up(plain, others, x)
+        assert same(result(model, own), result(plain, others))
+
+
 @pytest.mark.parametrize(("trains", "updates"), [(False, "after"), (True, "after"), (True, "during")])
 def test_a_teacher_beside_its_student(trains: bool, updates: str) -> None:
     """Each under a limit, frozen or trained by the same optimizer; in some steps the gradients of the student go through
