@@ -189,8 +189,10 @@ def least_limit(profile: TapeProfile, request: Request, ways: Several[Way] = ())
     """Return the smallest limit that a request can have, whatever its own is."""
     ways = ways or profile.chains
     options = {name: value for name, value in request.options.items() if name != "host_limit"}
-    plans = _smallest(profile, replace(request, options=options), ways)
-    least = min((plan.peak for plan in plans), default=None)
+    request = replace(request, options=options)
+    least = profile.least.get(_asked(request, ways))
+    if least is None:
+        least = min((plan.peak for plan in _smallest(profile, request, ways)), default=None)
     if least is None:  # the policy has no plan
         return least_limit(profile, replace(request, policy=None, options={}), ways)
     return max(1, min(_whole(profile, request, ways), least) if request.plain and request.policy is None else least)
@@ -240,7 +242,8 @@ def _best(profile: TapeProfile, request: Request, ways: Several[Way]) -> StepPla
     limit, policy = request.mem_limit, request.policy is not None
     fitting = (plan for plan in _smallest(profile, request, ways) if plan.peak <= limit)
     tight = limit < min(AMPLE * _floor(profile, one.chain, request) + one.beside for one in ways)
-    small = next(fitting, None) if tight and not policy else None
+    known = profile.least.get(_asked(request, ways), 0)
+    small = next(fitting, None) if tight and not policy and known <= limit else None
     if tight and not policy and small is None:
         return None
     quick = _quick(request)
@@ -347,12 +350,22 @@ def _smallest(profile: TapeProfile, request: Request, ways: Several[Way]) -> Ite
         quick = replace(request, mem_limit=1, mode=part, mem_slots=FEW, options=options)
         even = replace(found, chain=_evenly_timed(found.chain))
         tried.append((_floor(profile, even.chain, quick) + found.beside, len(tried), quick, even, found))
-    least = math.inf
+    least = NO_LIMIT
     for floor, _, quick, even, found in sorted(tried, key=lambda one: one[:2]):
         for one in _proposed(profile, even, quick) if floor < LESS * least else ():
-            plan = compiled(profile, found, one.plan.sequence, request)
+            levels = one.plan.levels if quick.updates == request.updates else None
+            plan = compiled(profile, found, one.plan.sequence, request, levels)
             least = min(least, plan.peak)
             yield plan
+    profile.least[_asked(request, ways)] = least
+
+
+def _asked(request: Request, ways: Several[Way]) -> tuple[object, ...]:
+    """What the plans of `_smallest` depend on, beside the profile."""
+    how = request.mode, request.policy, request.updates, request.placed, request.in_flight
+    host = request.options.get("host_limit")
+    costs = (isinstance(one, TapeGroups) and (one.update, one.on_host, one.coming) for one in ways)
+    return (*how, host, *costs, *((_evenly_timed(one.chain), one.beside) for one in ways))
 
 
 def first_runs_over(sequence: Sequence, levels: Several[int], limit: int) -> dict[int, int]:

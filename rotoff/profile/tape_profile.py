@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,7 @@ class TapeProfile:
         like: the chains of a step of the same operations, whose stages and forms are taken.
         common: its chains with the largest costs of all processes that follow one plan. plain: their most bytes of the
             model as it is, between its forward and its backward, and of the caller's loss.
+        least: the fewest bytes that a plan was found to hold, by what was asked.
     """
 
     trace: Trace
@@ -53,6 +54,7 @@ class TapeProfile:
     like: tuple[TapeChain, ...] = ()
     common: tuple[TapeChain, ...] = ()
     plain: tuple[int, int, int] | None = None
+    least: dict[object, int] = field(init=False, default_factory=dict)
 
     @cached_property
     def chains(self) -> list[TapeChain]:

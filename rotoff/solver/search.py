@@ -206,12 +206,15 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
 def _placed(problem: Problem, progress: Progress | None) -> Candidate | None:
     """The best plan found for a chain with parameters."""
     plans = placed_search.searched(problem, progress)
-    share = problem.budget.part(ORDER_SHARE / max(1, len(plans)))
-    texts = [(*reordered(problem, placed_search.sequence_of(problem, plan), share), plan) for plan in plans]
-    if texts:
+    if not plans:
+        return _fastest(_of_sequence(problem, *made) for made in placed_search.least(problem))
+    text, plan = placed_search.sequence_of(problem, plans[0]), plans[0]
+    if problem.budget.seconds:
+        share = problem.budget.part(ORDER_SHARE / len(plans))
+        texts = [(*reordered(problem, placed_search.sequence_of(problem, one), share), one) for one in plans]
         _, text, plan = min(texts, key=lambda one: one[0])
-        return _of_sequence(problem, reordered(problem, text, problem.budget.part(ORDER_SHARE))[1], "placed", plan)
-    return _fastest(_of_sequence(problem, *made) for made in placed_search.least(problem))
+        text = reordered(problem, text, problem.budget.part(ORDER_SHARE))[1]
+    return _of_sequence(problem, text, "placed", plan)
 
 
 def _of_sequence(problem: Problem, sequence: Sequence, source: str, plan: np.ndarray | None = None) -> Candidate | None:

@@ -12,6 +12,7 @@ from planned_steps import Beside
 from torch import nn
 
 import rotoff
+from rotoff.planning.request import Request
 
 MODES = ("joint", "remat", "offload")
 
@@ -46,6 +47,13 @@ def test_it_is_of_what_was_measured_last() -> None:
     wrapped = rotoff.Checkpointable(model).measure(torch.randn(64, 32))
     large = wrapped.min_mem_limit("remat")
     assert wrapped.measure(torch.randn(16, 32)).min_mem_limit("remat") < large
+
+
+def test_what_was_refused_is_refused_again_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = rotoff.Checkpointable(dropping()[0]).measure(torch.randn(64, 32))
+    least = refused(wrapped, 1, "joint")
+    monkeypatch.setattr(Request, "solve", None)
+    assert refused(wrapped, least - 1, "joint") == least
 
 
 def test_a_host_limit_that_binds_is_what_the_error_names() -> None:
