@@ -5,17 +5,21 @@
 Symbols are the supplement's:
 
 - u_F, u_B seconds; U running sums of u_F; ω sizes in slots (of a_i: `out`, of ā_i^f in form f: `saved`);
-- M_Fall, M_Fck, M_F∅, M_B needs of an operation beyond its input: `M_all`, `M_ck` (F_ck i, then F_∅), `M_B`; those of
-  forwards without the gradient δ_j that is held in the backward phase (`delta`, with the caller's a_L);
-- N slots in all (M_GPU); A slots kept; A_F slots still leaving; A_B and Δ slots that must be back; I_i^x the input of
-  stage i, x = 0 for a_{i-1}, 1 + f for ā_{i-1}^f; v whether it is offloaded; β slots a second (β_F out, β_B in);
-- ε idle times, which are rounded up to whole slots; D slots that the link copies meanwhile.
+- M_Fall, M_Fck, M_F∅, M_B needs of an operation beyond its input: `M_all`, `M_ck`, `M_none`, `M_B`, and `M_sweep` of
+  F_ck i, F_∅ i+1..k together; those of forwards without the gradient δ_j that is held in the backward phase (`delta`,
+  with the caller's a_L);
+- N slots in all (M_GPU); A slots kept; A_F slots still leaving; A_B and Δ (`Delta`) slots that must be back; I_i^x the
+  input of stage i, x = 0 for a_{i-1}, 1 + f for ā_{i-1}^f; v whether it is offloaded; β slots a second (β_F out, β_B
+  in);
+- ε idle times, as the whole slots βε that a link copies in them: `e`, `e_F`, `e_B`; D_F, D_B slots that the links copy
+  in all the time of a choice.
 
 Sizes and backlogs are whole slots, needs are real; `rotoff.solver.slots` has the rules and makes the arrays. Stages
 count from 1; row 0 of arrays by stage is unused. Infinity means that nothing fits.
 
-Every choice of k costs at least its sweep and, before and after k, the seconds of keeping all (sums of `least`), which
-grows with k. So a state that costs less already needs no later k.
+Every choice of k costs at least its sweep and, before and after k, the seconds of keeping all (sums of `U_keep`, less
+`tail`, what a stage's forward saves right before its own backward), which grows with k. So a state that costs less
+already needs no later k.
 """
 
 cimport cython
@@ -38,7 +42,7 @@ cdef inline Py_ssize_t _up(double slots) noexcept nogil:
 
 
 cdef inline Py_ssize_t _copied(double clock, double slots) noexcept nogil:
-    """D: whole slots that a link copies in the time of `slots`, from `clock` on, so that errors do not add up."""
+    """Whole slots that a link copies in the time of `slots`, from `clock` on, so that errors do not add up."""
     return <Py_ssize_t>(clock + slots + (0.5 + ERROR)) - <Py_ssize_t>(clock + (0.5 + ERROR))
 
 
@@ -79,24 +83,24 @@ cdef struct Decision:
 
 
 cdef struct Row:
-    double *cost      # [m] seconds
-    Py_ssize_t least  # the fewest slots m with which they are finite
+    double *cost       # [m] seconds
+    Py_ssize_t fewest  # slots m with which they are finite
 
 
 @cython.final
 cdef class Opt:
     """Opt_BP(i, ℓ, m) of the slides, equation (1), for all m up to N at once; m excludes the input of i.
 
-    Table BACKWARD, or C: Opt_BP, from the input of i and δ_j to δ_{i-1}. FORWARD, or W: the same in the forward phase,
-    from stage i to L; there is no δ_L before the loss. A third choice is not in the slides: a sweep to k − 1, then ā_k
-    is kept without its input, which is made again for B k, so that stage k runs once. BESIDE, or D: C with such an ā_j
-    beside it, and without the seconds of B j.
+    Table BACKWARD: Opt_BP, from the input of i and δ_j to δ_{i-1}. FORWARD: the same in the forward phase, from stage i
+    to L; there is no δ_L before the loss. A third choice is not in the slides: a sweep to k − 1, then ā_k is kept
+    without its input, which is made again for B k, so that stage k runs once. BESIDE: BACKWARD with such an ā_j beside
+    it, and without the seconds of B j.
     """
 
     cdef readonly object slots
     cdef Py_ssize_t L, N, last, reach, bare
-    cdef const double[::1] U, u_again, least, delta
-    cdef const double[:, ::1] u_B, M_all, M_swept, M_B, most
+    cdef const double[::1] U, u_again, U_keep, tail, delta
+    cdef const double[:, ::1] u_B, M_all, M_all_swept, M_B, M_sweep
     cdef const int32_t[::1] n_forms, out
     cdef const int32_t[:, ::1] saved
     cdef const int64_t[:, ::1] base    # segment i..j of a table has row base[table, i] + j
@@ -105,22 +109,24 @@ cdef class Opt:
     cdef double[::1] nothing
 
     def __init__(self, slots, Py_ssize_t last, Py_ssize_t reach, Py_ssize_t bare):
-        """slots: a `rotoff.solver.slots.Slots`. last: the last stage of segments in C. reach, bare: the most stages of
-        one in C and D."""
+        """slots: a `rotoff.solver.slots.Slots`. last: the last stage of segments in BACKWARD. reach, bare: the most
+        stages of one in BACKWARD and BESIDE."""
         self.slots, self.L, self.N, self.last, self.reach, self.bare = slots, slots.L, slots.N, last, reach, bare
-        self.U, self.u_again, self.u_B, self.least = slots.U, slots.u_again, slots.u_B, slots.least
-        self.M_all, self.M_B, self.M_swept, self.most = slots.M_all, slots.M_B, slots.M_swept, slots.most
+        self.U, self.u_again, self.u_B = slots.U, slots.u_again, slots.u_B
+        self.U_keep, self.tail = slots.U_keep, slots.tail
+        self.M_all, self.M_B, self.M_all_swept, self.M_sweep = slots.M_all, slots.M_B, slots.M_all_swept, slots.M_sweep
         self.n_forms, self.out, self.saved, self.delta = slots.n_forms, slots.out, slots.saved, slots.delta
-        C, n_C = _rows(self.L, last, reach)
-        D, n_D = _rows(self.L, last, bare)
-        self.base = np.stack([C, n_C + np.arange(-1 - self.L, 0), n_C + self.L + D])
-        self.known, self.fewest = np.empty((n_C + self.L + n_D, self.N + 1)), np.empty(n_C + self.L + n_D, np.int32)
+        backward, n_backward = _rows(self.L, last, reach)
+        beside, n_beside = _rows(self.L, last, bare)
+        n_both, n = n_backward + self.L, n_backward + self.L + n_beside
+        self.base = np.stack([backward, n_backward + np.arange(-1 - self.L, 0), n_both + beside])
+        self.known, self.fewest = np.empty((n, self.N + 1)), np.empty(n, np.int32)
         self.nothing = np.zeros(self.N + 1)
         with nogil:
             self.fill()
 
     cdef int fill(self) except -1 nogil:
-        """C and D of the segments that end at each stage, after those that end before; then W."""
+        """BACKWARD and BESIDE of the segments that end at each stage, after those that end before; then FORWARD."""
         cdef Py_ssize_t i, j
         for j in range(1, self.last + 1):
             look_for_signals()
@@ -158,9 +164,9 @@ cdef class Opt:
                         double *row) noexcept nogil:
         """The least seconds at m = low..high into `row`; the decision at `low`, the first of those that cost equal."""
         cdef Py_ssize_t k, f, m, first
-        cdef double cost, before, delta = 0.0 if table == FORWARD else self.delta[j]
-        cdef double keep = self.least[j] - self.least[i - 1] - self.tail(j)  # seconds of keeping all
-        cdef Row rest
+        cdef double sweep, cost, was, delta = 0.0 if table == FORWARD else self.delta[j]
+        cdef double keep = self.U_keep[j] - self.U_keep[i - 1] - self.tail[j]  # seconds of keeping all
+        cdef Row inner
         cdef Decision best = Decision(ALL, i, 0)
         for m in range(low, high + 1):
             row[m] = INFINITY
@@ -174,46 +180,44 @@ cdef class Opt:
             return best
         # Opt_2 = u_f(i) + Opt_BP(i+1, ℓ, m − ω_ā^i) + u_b(i)
         for f in range(self.n_forms[i]):
-            before = row[low]
+            was = row[low]
             cost = (self.u_again[i] if table == BACKWARD and i == j else self.U[i] - self.U[i - 1]) + self.u_B[i, f]
-            rest = self._row(table, i + 1, j, self.saved[i, f])
-            for m in range(max(low, rest.least, _up(delta + self.M_all[i, f]), _up(self.M_B[i, f])), high + 1):
-                row[m] = min(row[m], cost + rest.cost[m])
-            if row[low] < before * (1 - SAME):
+            inner = self._row(table, i + 1, j, self.saved[i, f])
+            for m in range(max(low, inner.fewest, _up(delta + self.M_all[i, f]), _up(self.M_B[i, f])), high + 1):
+                row[m] = min(row[m], cost + inner.cost[m])
+            if row[low] < was * (1 - SAME):
                 best = Decision(ALL, i, f)
         # Opt_1 = min over k of Σ_{q=i..k} u_f(q) + Opt_BP(k+1, ℓ, m − ω_a^k) + Opt_BP(i, k, m), k = s − 1
         for k in range(i, min(j, i + self.reach)):
-            before, cost = row[low], self.U[k] - self.U[i - 1]
-            self._sweep(row, max(low, _up(delta + self.most[i, k])), high, cost, cost - self.tail(k) + keep,
-                        self._row(BACKWARD, i, k, 0), self._row(table, k + 1, j, self.out[k]))
-            if row[low] < before * (1 - SAME):
+            was, sweep = row[low], self.U[k] - self.U[i - 1]
+            self._split(row, max(low, _up(delta + self.M_sweep[i, k])), high, sweep, sweep - self.tail[k] + keep,
+                        self._row(table, k + 1, j, self.out[k]), self._row(BACKWARD, i, k, 0))
+            if row[low] < was * (1 - SAME):
                 best = Decision(CK, k, 0)
-        # Σ_{q=i..k} u_f(q) + u_b(k) + D(i, k, m − ω_ā^k) + Opt_BP(k+1, ℓ, m − ω_ā^k)
+        # min over k of Σ_{q=i..k} u_f(q) + u_b(k) + Opt_BP(k+1, ℓ, m − ω_ā^k) + BESIDE(i, k, m − ω_ā^k)
         for k in range(i + 1, min(j, i + self.bare) if table != BESIDE else 0):
             for f in range(self.n_forms[k]):
-                before, cost = row[low], self.U[k] - self.U[i - 1]
-                self._sweep(row, max(low, _up(delta + max(self.most[i, k - 1], self.M_swept[k, f]))), high,
-                            cost + self.u_B[k, f], self.U[k - 1] - self.U[i - 1] + keep,
-                            self._row(BESIDE, i, k, self.saved[k, f]), self._row(table, k + 1, j, self.saved[k, f]))
-                if row[low] < before * (1 - SAME):
+                was, sweep = row[low], self.U[k] - self.U[i - 1]
+                first = max(low, _up(delta + max(self.M_sweep[i, k - 1], self.M_all_swept[k, f])))
+                self._split(row, first, high, sweep + self.u_B[k, f], self.U[k - 1] - self.U[i - 1] + keep,
+                            self._row(table, k + 1, j, self.saved[k, f]), self._row(BESIDE, i, k, self.saved[k, f]))
+                if row[low] < was * (1 - SAME):
                     best = Decision(BARE, k, f)
         return best
 
-    cdef inline void _sweep(self, double *row, Py_ssize_t first, Py_ssize_t high, double cost, double least, Row left,
-                            Row rest) noexcept nogil:
-        """row(m) = min(row(m), cost + left(m) + rest(m)) from m = `first` to `high`, which costs at `least` so much."""
+    cdef inline void _split(self, double *row, Py_ssize_t first, Py_ssize_t high, double cost, double bound, Row later,
+                            Row earlier) noexcept nogil:
+        """row(m) = min(row(m), cost + later(m) + earlier(m)) from m = `first` to `high`: seconds of the segments after
+        and before the cut. bound: what all of it costs at least."""
         cdef Py_ssize_t m, end
-        first = max(first, left.least, rest.least)
-        while first <= high and row[first] > least:
+        first = max(first, later.fewest, earlier.fewest)
+        while first <= high and row[first] > bound:
             # Costs never rise with m: no m of a block gains if its first m costs no more than its last would.
             end = min(first + BLOCK - 1, high)
-            if row[first] > cost + left.cost[end] + rest.cost[end]:
+            if row[first] > cost + earlier.cost[end] + later.cost[end]:
                 for m in range(first, end + 1):
-                    row[m] = min(row[m], cost + left.cost[m] + rest.cost[m])
+                    row[m] = min(row[m], cost + earlier.cost[m] + later.cost[m])
             first = end + 1
-
-    cdef inline double tail(self, Py_ssize_t i) noexcept nogil:
-        return self.U[i] - self.U[i - 1] - self.u_again[i]
 
 
 # -- the smallest limit of recompute
@@ -222,12 +226,12 @@ cdef class Opt:
 def remat_need(const int64_t[::1] out, const int64_t[::1] delta, const int32_t[::1] n_forms,
                const int64_t[:, ::1] saved, const int64_t[:, ::1] M_all, const int64_t[:, ::1] M_B,
                const int64_t[:, ::1] M_ck):
-    """[i, j]: bytes that recompute of i..j needs beyond the input of i, from δ_j to δ_{i-1}; 0 where no stage is left.
+    """P(i, j): bytes that recompute of i..j needs beyond the input of i, from δ_j to δ_{i-1}; 0 where no stage is left.
 
-    Column L is the forward phase, which holds no gradient. This is C_A's feasibility (NeurIPS 2021 supplement, B.3)
-    as a bottleneck recurrence: held bytes add to every need. It has one choice more than the paper: sweep to k - 1,
-    F_all k, drop a_{k-1} but keep ā_k, and make a_{k-1} again for B k. The arrays are those of
-    `rotoff.solver.arrays.Arrays`.
+    Column L is the forward phase, which holds no gradient: δ_L counts as 0. This is C_A's feasibility (NeurIPS 2021
+    supplement, B.3, Δ = 0): held bytes add to every need, and P is the least maximum of the needs. It has one choice
+    more than the paper, the third below: sweep to k - 1, F_all k, drop a_{k-1} but keep ā_k, and make a_{k-1} again for
+    B k. The arrays are those of `rotoff.solver.arrays.Arrays`.
     """
     cdef Py_ssize_t L = out.shape[0] - 1, i, j, k, f
     made = np.zeros((L + 2, L + 2), dtype=np.int64)
@@ -236,16 +240,24 @@ def remat_need(const int64_t[::1] out, const int64_t[::1] delta, const int32_t[:
     with nogil:
         for i in range(L, 0, -1):
             for j in range(i, L + 1):
-                best, sweep, held = 4611686018427387904, 0, delta[j] if j < L else 0
+                best, held = 4611686018427387904, delta[j] if j < L else 0
+                # min over f of max(δ_j + M_Fall, M_B, ā_i + P(i+1, j))
                 for f in range(n_forms[i]):
                     best = min(best, max(held + M_all[i, f], M_B[i, f], saved[i, f] + P[i + 1, j]))
+                # min over k of max(δ_j + max_{q=i..k} M_q, a_k + P(k+1, j), P(i, k))
+                sweep = 0
                 for k in range(i, j):
-                    for f in range(n_forms[k] if k > i else 0):  # `sweep` still ends at k - 1
-                        need = max(held + sweep, held + out[k - 1] + M_all[k, f], out[k - 1] + M_B[k, f])
-                        need = max(need, delta[k] + sweep + saved[k, f], saved[k, f] + P[k + 1, j], P[i, k - 1])
-                        best = min(best, need)
                     sweep = max(sweep, M_ck[i, k])
                     best = min(best, max(held + sweep, out[k] + P[k + 1, j], P[i, k]))
+                # min over k and f of max(δ_j + max_{q<k} M_q, δ_j + a_{k-1} + M_Fall, ā_k + P(k+1, j),
+                #                         δ_k + ā_k + max_{q<k} M_q, a_{k-1} + M_B, P(i, k-1))
+                sweep = 0
+                for k in range(i + 1, j):
+                    sweep = max(sweep, M_ck[i, k - 1])
+                    for f in range(n_forms[k]):
+                        need = max(held + sweep, held + out[k - 1] + M_all[k, f], saved[k, f] + P[k + 1, j])
+                        need = max(need, delta[k] + saved[k, f] + sweep, out[k - 1] + M_B[k, f], P[i, k - 1])
+                        best = min(best, need)
                 P[i, j] = best
     return made
 
@@ -255,7 +267,8 @@ def remat_need(const int64_t[::1] out, const int64_t[::1] delta, const int32_t[:
 
 cdef struct Choice:
     double cost
-    Py_ssize_t cut, form, A, D  # F_all i in this form if `cut` is 0, else F_ck i, F_∅ i+1..cut; A, Δ of what runs first
+    Py_ssize_t cut, form  # F_all i in this form if `cut` is 0, else F_ck i, F_∅ i+1..cut
+    Py_ssize_t A, Delta   # of the backwards that run first
 
 cdef struct State:
     double cost                 # of the way there
@@ -274,10 +287,11 @@ cdef class Joint:
     cdef readonly Py_ssize_t L, N
     cdef Py_ssize_t X, states
     cdef double beta_F, beta_B
-    cdef const double[::1] U, u_again, least, delta, clock_F, clock_B, clock  # clocks: β times running seconds
-    cdef const double[::1] M_ck             # of F_ck i
+    cdef const double[::1] U, u_again, U_keep, tail, delta
+    cdef const double[::1] clock_F, clock_B, clock  # β times running seconds
+    cdef const double[::1] M_ck
     cdef const double[:, ::1] u_B, M_all, M_B
-    cdef const double[:, ::1] most, rest    # [i, k] max M of F_ck i, F_∅ i+1..k, and of F_∅ i+1..k
+    cdef const double[:, ::1] M_sweep, M_none  # [i, k] max_q M(q) of F_ck i, F_∅ i+1..k, and of F_∅ i+1..k
     cdef const double[:, ::1] early, late   # [i, k] max_q M(q) − β Σ_{r=i..q−1} u_F(r), and − β Σ_{r=q+1..k} u_F(r)
     cdef const int32_t[::1] n_forms, out
     cdef const int32_t[:, ::1] saved
@@ -291,10 +305,11 @@ cdef class Joint:
     def __init__(self, slots):
         """slots: a `rotoff.solver.slots.Slots`."""
         self.L, self.N, self.X = slots.L, slots.N, 1 + slots.saved.shape[1]
-        self.U, self.u_again, self.u_B, self.least = slots.U, slots.u_again, slots.u_B, slots.least
-        self.M_all, self.M_B, self.delta, self.most = slots.M_all, slots.M_B, slots.delta, slots.most
+        self.U, self.u_again, self.u_B = slots.U, slots.u_again, slots.u_B
+        self.U_keep, self.tail = slots.U_keep, slots.tail
+        self.M_all, self.M_B, self.delta, self.M_sweep = slots.M_all, slots.M_B, slots.delta, slots.M_sweep
         self.n_forms, self.out, self.saved = slots.n_forms, slots.out, slots.saved
-        self.beta_F, self.beta_B, self.M_ck, self.rest = slots.beta_F, slots.beta_B, slots.M_ck, slots.rest
+        self.beta_F, self.beta_B, self.M_ck, self.M_none = slots.beta_F, slots.beta_B, slots.M_ck, slots.M_none
         self.clock_F, self.clock_B, self.clock = slots.clock_F, slots.clock_B, slots.clock
         self.early, self.late = slots.early, slots.late
         self.base, count = _rows(self.L, self.L - 1, self.L)
@@ -304,12 +319,12 @@ cdef class Joint:
         self.OC_known, self.came = np.full(shape, np.inf), np.empty(shape, np.int64)
         self.below, self.live = np.empty(shape[1]), np.empty(shape[1], "f8, p, p, p, p")
 
-    def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
-        """(cost, cut, form, A and Δ of the part that runs first) of C_A(i, j, A, Δ)."""
+    def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t Delta):
+        """(cost, cut, form, A and Δ of the backwards that run first) of C_A(i, j, A, Δ)."""
         cdef Choice best
         with nogil:
-            self.C_state(i, j, A, D, &best)
-        return best.cost, best.cut, best.form, best.A, best.D
+            self.C_state(i, j, A, Delta, &best)
+        return best.cost, best.cut, best.form, best.A, best.Delta
 
     def forward(self):
         """(seconds of OC_0(1, 0, 0, 0), the last state on its way); infinite if nothing fits."""
@@ -329,20 +344,20 @@ cdef class Joint:
 
     # B.3, backward phase
 
-    cdef double C(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D) except -1 nogil:
+    cdef double C(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t Delta) except -1 nogil:
         """C_A(i, j, A, Δ)."""
-        if A + D > self.N:
+        if A + Delta > self.N:
             return INFINITY
-        cdef double *known = &self.C_known[self.base[i] + j, A * (2 * self.N + 3 - A) // 2 + D]
+        cdef double *known = &self.C_known[self.base[i] + j, A * (2 * self.N + 3 - A) // 2 + Delta]
         cdef Choice best
         if isnan(known[0]):
-            self.C_state(i, j, A, D, &best)
+            self.C_state(i, j, A, Delta, &best)
             known[0] = best.cost
         return known[0]
 
-    cdef int C_state(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D, Choice *best) except -1 nogil:
-        cdef Py_ssize_t k, f, e_F, e_B, D1, D2, D3
-        cdef double over = A + self.delta[j] - self.N, M_F, M_B, cost, c1, c2, u_F = self.U[i] - self.U[i - 1]
+    cdef int C_state(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t Delta, Choice *best) except -1 nogil:
+        cdef Py_ssize_t k, f, e, e_F, e_B, Delta_1, Delta_2, Delta_3
+        cdef double over = A + self.delta[j] - self.N, M_F, M_B, cost, sweep, later, earlier
         best[0] = Choice(INFINITY, 0, 0, 0, 0)
         self.states += 1
         if self.states % 16384 == 0:
@@ -353,40 +368,41 @@ cdef class Joint:
                 continue
             if i == j:
                 # u_F + u_B + ε, ε = max(M_B − N + A + Δ, M_Fall + δ_j − β u_B − N + A + Δ, 0) / β
-                D1 = max(_up(M_B + D), _up(M_F + D - self.beta_B * self.u_B[i, f]))
-                cost = self.u_again[i] + self.u_B[i, f] + D1 / self.beta_B
+                e = max(_up(M_B + Delta), _up(M_F + Delta - self.beta_B * self.u_B[i, f]))
+                cost, Delta_1 = self.u_again[i] + self.u_B[i, f] + e / self.beta_B, 0
             else:
                 # u_F + C_A(i+1, j, A + ā_i, Δ_1) + u_B + ε_F + ε_B
                 # ε_B = max(M_B − N + A + Δ, 0) / β, Δ_1 = max(Δ − β (u_B + ε_B), 0)
-                e_B = _up(M_B + D)
-                D1 = _left(D, _copied(self.clock_B[i - 1], self.beta_B * self.u_B[i, f]) + e_B)
-                c1 = self.C(i + 1, j, A + self.saved[i, f], D1)
-                if c1 == INFINITY:
+                e_B = _up(M_B + Delta)
+                Delta_1 = _left(Delta, _copied(self.clock_B[i - 1], self.beta_B * self.u_B[i, f]) + e_B)
+                later = self.C(i + 1, j, A + self.saved[i, f], Delta_1)
+                if later == INFINITY:
                     continue
                 # Δ_2 = max(Δ_1 − β C_A(i+1, j, A + ā_i, Δ_1), 0), ε_F = max(M_Fall + δ_j − N + A + Δ_2, 0) / β
-                D2 = _left(D1, _copied(self.clock[i], self.beta_B * c1))
-                e_F = _up(M_F + D2)
-                cost = u_F + c1 + self.u_B[i, f] + (e_F + e_B) / self.beta_B
+                Delta_2 = _left(Delta_1, _copied(self.clock[i], self.beta_B * later))
+                e_F = _up(M_F + Delta_2)
+                cost = self.U[i] - self.U[i - 1] + later + self.u_B[i, f] + (e_F + e_B) / self.beta_B
             if cost < best.cost:
-                best[0] = Choice(cost, 0, f, A + self.saved[i, f], D1)
+                best[0] = Choice(cost, 0, f, A + self.saved[i, f], Delta_1)
+        # min over k of Σ_{q=i..k} u_F(q) + C_A(i, k, A, Δ) + C_A(k+1, j, A + a_k, Δ_2) + ε
         for k in range(i, j):
-            # Σ_{q=i..k} u_F(q) + C_A(i, k, A, Δ) + C_A(k+1, j, A + a_k, Δ_2) + ε
-            cost = self.U[k] - self.U[i - 1]
-            if self.most[i, k] + over > ERROR or cost + self.at_least(i, k) + self.at_least(k + 1, j) >= best.cost:
+            sweep = self.U[k] - self.U[i - 1]
+            if self.M_sweep[i, k] + over > ERROR or sweep + self.keep(i, k) + self.keep(k + 1, j) >= best.cost:
                 break
-            c1 = self.C(i, k, A, D)
-            if cost + c1 + self.at_least(k + 1, j) >= best.cost:
+            earlier = self.C(i, k, A, Delta)
+            if sweep + earlier + self.keep(k + 1, j) >= best.cost:
                 continue
             # Δ_2 = max(Δ − β C_A(i, k, A, Δ), 0), Δ_3 = max(Δ_2 − β C_A(k+1, j, A + a_k, Δ_2), 0)
-            D2 = _left(D, _copied(self.clock[i - 1], self.beta_B * c1))
-            c2 = self.C(k + 1, j, A + self.out[k], D2)
-            if cost + c1 + c2 >= best.cost:
+            Delta_2 = _left(Delta, _copied(self.clock[i - 1], self.beta_B * earlier))
+            later = self.C(k + 1, j, A + self.out[k], Delta_2)
+            if sweep + earlier + later >= best.cost:
                 continue
-            D3 = _left(D2, _copied(self.clock[k], self.beta_B * c2))
+            Delta_3 = _left(Delta_2, _copied(self.clock[k], self.beta_B * later))
             # ε = max(max_q (M_q − β Σ_{q<r≤k} u_F(r)) + δ_j − N + A + Δ_3, 0) / β
-            cost += c1 + c2 + _up(self.late[i, k] + over + D3) / self.beta_B
+            e = _up(self.late[i, k] + over + Delta_3)
+            cost = sweep + earlier + later + e / self.beta_B
             if cost < best.cost:
-                best[0] = Choice(cost, k, 0, A + self.out[k], D2)
+                best[0] = Choice(cost, k, 0, A + self.out[k], Delta_2)
         return 0
 
     # B.1, forward phase, and B.2, the loss
@@ -465,7 +481,7 @@ cdef class Joint:
             for s in range(n):
                 state = &self.live[s]
                 over = state.A + I - self.N
-                if self.M_ck[i] + over > ERROR or self.rest[i, j] + state.A - self.N > ERROR:
+                if self.M_ck[i] + over > ERROR or self.M_none[i, j] + state.A - self.N > ERROR:
                     break
                 segment = self.C(i, j, state.A + I, state.A_B)
                 if segment == INFINITY:
@@ -476,7 +492,7 @@ cdef class Joint:
                 D_F = _copied(self.clock_F[i - 1], self.clock_F[j] - self.clock_F[i - 1]) + e_F
                 D_B = _copied(self.clock[i - 1], self.beta_B * segment)
                 self.go_on(i, x, state, sweep + segment + e_F / self.beta_F, j + 1, 0, D_F, D_B,
-                           self.rest[i, j] + over <= ERROR)
+                           self.M_none[i, j] + over <= ERROR)
         return 0
 
     cdef inline void go_on(self, Py_ssize_t i, Py_ssize_t x, State *state, double cost, Py_ssize_t i1, Py_ssize_t x1,
@@ -501,6 +517,6 @@ cdef class Joint:
             return 0
         return self.out[i - 1] if x == 0 else self.saved[i - 1, x - 1]
 
-    cdef inline double at_least(self, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
+    cdef inline double keep(self, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
         """Seconds of keeping all of stages i..j, in their fastest forms."""
-        return self.least[j] - self.least[i - 1] - (self.U[j] - self.U[j - 1] - self.u_again[j])
+        return self.U_keep[j] - self.U_keep[i - 1] - self.tail[j]

@@ -75,13 +75,13 @@ def forwards(kernel: Joint, end: int) -> list[tuple[int, int]]:
             done += remat.first_codes(i, after - 1)
             waiting.append((i, after - 1, A + size, A_B))
     while waiting:
-        i, j, A, D = waiting.pop()
-        _, cut, form, A1, D1 = kernel.backward(i, j, A, D)
+        i, j, A, Delta = waiting.pop()
+        _, cut, form, A_first, Delta_first = kernel.backward(i, j, A, Delta)
         done += remat.first_codes(i, cut, form)
         if cut:
-            waiting.append((i, cut, A, D))
+            waiting.append((i, cut, A, Delta))
         if i < j:
-            waiting.append(((cut or i) + 1, j, A1, D1))
+            waiting.append(((cut or i) + 1, j, A_first, Delta_first))
     return done
 
 

@@ -32,11 +32,12 @@ MOST_COPIED = 1e12
 class Slots:
     """A chain in N slots of `room` bytes together; by stage, stages i..k or form f, as the kernels name them.
 
-    out, saved[i, f]: sizes held. U, least: running sums of u_F, and of u_F and u_B in the fastest form. Real needs,
-    where more than N becomes N + 1: M_all[i, f], M_B[i, f], delta[j]; M_swept[i, f] of F_all with the input a_{i-1}
-    that a sweep has made; M_ck[i] of F_ck i; most[i, k] of F_ck i, F_∅ i+1..k; rest[i, k] of F_∅ i+1..k. early[i, k],
-    late[i, k]: the largest of the needs of `most`, less the slots that the link copies in the forwards before it, or
-    after it. clock_F, clock_B, clock: slots copied in running u_F, u_B, and both. beta: slots a second.
+    out, saved[i, f]: sizes held. U, U_keep: running sums of u_F, and of u_F and u_B in the fastest form. tail: seconds
+    of u_F that a forward saves right before its backward. Real needs, where more than N becomes N + 1: M_all[i, f],
+    M_B[i, f], delta[j]; M_all_swept[i, f] of F_all with the input a_{i-1} that a sweep has made; M_ck[i] of F_ck i;
+    M_sweep[i, k] of F_ck i, F_∅ i+1..k; M_none[i, k] of F_∅ i+1..k. early[i, k], late[i, k]: the largest of the needs
+    of `M_sweep`, less the slots that the link copies in the forwards before it, or after it. clock_F, clock_B, clock:
+    slots copied in running u_F, u_B, and both. beta: slots a second.
 
     Args:
         mem_limit: bytes, more than a_0. N: requested slots; at petabytes there may be fewer, since sizes are multiplied
@@ -50,18 +51,18 @@ class Slots:
         rule = _up if rounding == "up" else _sums
         self.L, self.N, self.U, self.n_forms, self.u_again, self.u_B = L, N, U, c.n_forms, c.u_again, c.u_B
         self.out, self.saved = rule(c.out, N, room), np.stack([rule(column, N, room) for column in c.saved.T], axis=1)
-        self.least = np.cumsum(c.u_F + c.fastest)
+        self.U_keep, self.tail = np.cumsum(c.u_F + c.fastest), c.u_F - c.u_again
         needs = c.M_all, c.M_all + np.concatenate([[0], c.out[:-1]])[:, None], c.M_B, c.delta, c.M_ck, c.M_sweep
-        self.M_all, self.M_swept, self.M_B, self.delta, step, self.most = (_real(need, N, room) for need in needs)
+        self.M_all, self.M_all_swept, self.M_B, self.delta, step, self.M_sweep = (_real(x, N, room) for x in needs)
         total = float((c.u_F + c.u_B.max(axis=1)).sum())
         fastest_link = MOST_COPIED / total if total else math.inf
         beta_F, beta_B = self.beta_F, self.beta_B = [min(rate * N / room, fastest_link) for rate in chain.link[:2]]
         self.clock_F, self.clock_B, self.clock = beta_F * U, beta_B * u_B, beta_B * (U + u_B)
         self.M_ck = np.ascontiguousarray(step.diagonal())
-        self.rest, self.early, self.late = np.zeros((3, L + 1, L + 1))
+        self.M_none, self.early, self.late = np.zeros((3, L + 1, L + 1))
         for i in range(1, L):
             q = slice(i, L)
-            self.rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
+            self.M_none[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
             # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
             self.early[i, q] = np.maximum.accumulate(step[i, q] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
             self.late[i, q] = np.maximum.accumulate(step[i, q] + beta_B * U[q]) - beta_B * U[q]
