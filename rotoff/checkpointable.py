@@ -23,7 +23,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
 from .accelerator import empty_cache
-from .core.backward_from import BackwardFrom, output_named, read_backward_from
+from .core.backward_from import BackwardFrom
 from .core.chain import Chain
 from .core.figures import Figures
 from .core.modes import check_mode
@@ -59,7 +59,7 @@ from .runtime.sharded import Shards
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
 from .tensors.caches import caches, switched_off
-from .tensors.tree import look_into, tensor_leaves
+from .tensors.tree import tensor_leaves
 from .tensors.undo import Originals, undone
 
 logger = logging.getLogger("rotoff")
@@ -234,18 +234,11 @@ class Checkpointable(ModuleProxy):
         if self._placed is None and any(p.device != device for p in self._model.parameters() if device is not None):
             steps = PlacedRunner(self._steps)
         run = partial(self._plain or self._model, *args, **kwargs)
-        steps.measure(run, self._starts, originals.keep)
+        steps.measure(run, originals.keep)
         if steps is not self._steps:
             steps.close(resident=False)
             self._steps = self._runner().take_over(steps)
             self._steps.request = request
-
-    def _starts(self, result: Any) -> list[torch.Tensor]:
-        """The outputs from which a backward starts."""
-        look_into(result)
-        if names := read_backward_from(self._options.backward_from):
-            return [t for name in names for t in _needing(output_named(result, name), name)]
-        return [t for t in tensor_leaves(result) if t.requires_grad]
 
     def compute_sequence(
         self,
@@ -612,17 +605,6 @@ def _as_they_are(tensors: Several[torch.Tensor]) -> Iterator[None]:
     finally:
         for t, name, had in before:
             setattr(t, name, had)
-
-
-def _needing(output: Any, name: str | int) -> list[torch.Tensor]:
-    """The tensors of an output of this name from which a backward can start."""
-    found = [t for t in tensor_leaves(output) if t.requires_grad]
-    if not found:
-        raise MeasureError(
-            f"backward_from names {name!r}, which needs no gradient on this input; call the model as in training (for"
-            " example with labels), or name the output that the backward starts from"
-        )
-    return found
 
 
 def refuse_planned(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..accelerator import is_capturing, retries
-from ..core.backward_from import LossAlone, read_backward_from
+from ..core.backward_from import read_backward_from
 from ..core.chain import LinkRates
 from ..core.figures import Figures
 from ..core.sizes import format_bytes
@@ -35,6 +35,7 @@ from ..profile.recorded_step import (
     stop_complete,
     within_backward,
 )
+from ..profile.sample_step import run_sample
 from ..profile.tape_groups import RecordedLent
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -153,20 +154,6 @@ def _goes_on(gradients: object) -> None:
     """A backward leaves the step for what has made its input, which the step's log does not count."""
     with in_log(ASIDE):
         pass
-
-
-class _Loss(torch.autograd.Function):
-    """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which
-    kernels copy."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        ctx.size = output.size()
-        return output.new_ones(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.new_ones(ctx.size.numel()).as_strided(ctx.size, [0] * len(ctx.size))
 
 
 class _InFlight:
@@ -673,14 +660,8 @@ class StepRunner:
 
     # -- what is asked without a step
 
-    def measure(
-        self,
-        run: Call,
-        starts: Callable[[Any], list[torch.Tensor]],
-        before_write: Callable[[torch.UntypedStorage], None],
-    ) -> Course:
-        """Record a step on a sample. starts: the outputs from which its backward starts. before_write: called with each
-        storage that the forward is about to overwrite."""
+    def measure(self, run: Call, before_write: Callable[[torch.UntypedStorage], None]) -> Course:
+        """Record a step on a sample. before_write: called with each storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         value = run.args, run.keywords
@@ -689,24 +670,14 @@ class StepRunner:
         step = recorded.step
         step.before_write, step.arrived = before_write, step.arrived or _dropped
 
-        beside = 0
-
-        def record() -> None:
-            nonlocal beside
-            result = self._watched(step.run(run))
-            roots = starts(result)
-            if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
-                del result  # else its caller may hold it
-            step.check(roots)
-            if any(not t.dim() for t in roots):
-                beside = sum(t.nbytes for t in roots if t.dim())
-            losses = [_Loss.apply(t) if is_plain(t) and t.numel() != 1 else t for t in roots]
-            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
-
+        names = read_backward_from(self.options.backward_from)
+        record = partial(run_sample, step, lambda: self._watched(step.run(run)), names)
         try:
-            together(record, MEASURE, self.group)
+            roots = together(record, MEASURE, self.group)
         finally:
             step.stop()
+        beside = sum(t.nbytes for t in roots if t.dim()) if any(not t.dim() for t in roots) else 0
+        del roots
         course, self._taken = self._learn(recorded), None  # which is expected next, whatever the steps before took
         course.beside = beside
         if self.group is not None and self.request is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,12 +10,25 @@ from torch import nn
 
 from rotoff.core.chain import Chain, LinkRates
 from rotoff.planning.stages import StagesOption, stages_of
-from rotoff.profile.estimate.fake_trace import run_backward, starts
 from rotoff.profile.recorded_step import RecordedStep
+from rotoff.profile.sample_step import run_sample
 from rotoff.profile.tape_chain import begins_of, chain_of
 from rotoff.profile.trace import Trace, trace_of
 from rotoff.tape.contents import Slot
 from rotoff.tape.tape import Known
+
+
+class _Whole(torch.autograd.Function):
+    """A loss whose gradient no kernel copies, as fake ones do not."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.size = output.size()
+        return output.new_ones(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.new_ones(ctx.size)
 
 
 class Unverified(RecordedStep):
@@ -35,9 +49,7 @@ def recorded(
 ) -> Trace:
     """The trace of a step. names: of the outputs from which the backward starts."""
     step = Unverified(Known(), model)
-    with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
-        result = model(*args, **kwargs)
-    run_backward(starts(result, names))
+    run_sample(step, partial(step.run, model, *args, **kwargs), names, _Whole)
     step.stop()
     return trace_of(step)
 

@@ -8,7 +8,6 @@ both devices support them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +26,13 @@ QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensor
 # returns its argument, and on fake tensors a copy
 WAITS = frozenset([torch.ops._c10d_functional.wait_tensor.default] if torch.distributed.is_available() else [])
 _HALVES = (torch.float16, torch.bfloat16)
+_NORMS = {  # whose statistics may be float32; for each, whether CUDA's always are
+    _aten.native_layer_norm.default: True,
+    _aten.native_group_norm.default: False,
+    _aten.native_batch_norm.default: True,
+    _aten._native_batch_norm_legit.default: True,
+    _aten._native_batch_norm_legit.no_stats: True,
+}
 
 
 class FakeKernels(EagerMode, FakeTensorMode):
@@ -88,8 +94,10 @@ class FakeKernels(EagerMode, FakeTensorMode):
         if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return self._grouped(func, types, args, kwargs)
         result: Any = super().dispatch(func, types, args, kwargs)
-        needs_float = _STATISTICS.get(func)
-        if needs_float is None or args[0].dtype not in _HALVES or not needs_float(args, self._cuda):
+        if func not in _NORMS or args[0].dtype not in _HALVES:
+            return result
+        mixed = any(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for t in args[1:])
+        if not mixed and not (self._cuda and _NORMS[func]):
             return result
         with self:
             return (result[0], *(torch.empty_like(t, dtype=torch.float32) for t in result[1:]))
@@ -105,17 +113,3 @@ class FakeKernels(EagerMode, FakeTensorMode):
 
 def _is_small(t: torch.Tensor) -> bool:
     return t.numel() <= (SMALL if t.is_floating_point() else SMALL_WHOLE)
-
-
-def _mixed(weight: Any) -> bool:
-    return isinstance(weight, torch.Tensor) and weight.dtype == torch.float32
-
-
-# for each operation: given its arguments and whether it runs on CUDA, whether its statistics are float32
-_STATISTICS: dict[Any, Callable[[Any, bool], bool]] = {
-    _aten.native_layer_norm.default: lambda args, cuda: cuda or _mixed(args[2]),
-    _aten.native_group_norm.default: lambda args, cuda: _mixed(args[1]),
-    _aten.native_batch_norm.default: lambda args, cuda: cuda or _mixed(args[1]) or _mixed(args[3]),
-    _aten._native_batch_norm_legit.default: lambda args, cuda: cuda or _mixed(args[1]) or _mixed(args[3]),
-    _aten._native_batch_norm_legit.no_stats: lambda args, cuda: cuda or _mixed(args[1]),
-}

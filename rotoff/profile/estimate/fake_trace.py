@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -21,15 +21,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...accelerator import named
-from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
 from ...runtime.links.spill import Back, Spill
 from ...runtime.sharded import sharded
 from ...tape.contents import Content, Slot
 from ...tape.tape import Known
 from ...tensors.storage import is_plain, local
-from ...tensors.tree import look_into, tensor_leaves
 from ..recorded_step import Reads, RecordedStep
+from ..sample_step import run_sample
 from ..tape_chain import CALL
 from ..trace import number_bytes
 from .cuda_kernels import ADDS_MASK, device_variants
@@ -38,45 +37,6 @@ from .fake import FakeLog, fake_copy
 from .fake_kernels import CPU, QUERIES, FakeKernels
 
 _FACTORS = {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}  # for `x`, the backward needs the second argument
-
-
-class _Loss(torch.autograd.Function):
-    """A loss of no bytes. Its backward makes a gradient for each of its inputs, which nothing else holds."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.made = [partial(torch.empty_strided, t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in parts]
-        return parts[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return tuple(make().fill_(1) for make in ctx.made)
-
-
-def starts(result: Any, names: Sequence[str | int] = ()) -> list[torch.Tensor]:
-    """Return the tensors of what a model returns from which its backward starts: the outputs with these `names`, or
-    all.
-
-    Raises:
-        MeasureError: if one of them is missing, or needs no gradient.
-    """
-    look_into(result)
-    parts = [] if names else [t for t in tensor_leaves(result) if t.requires_grad]
-    for name in names:
-        named = [t for t in tensor_leaves(output_named(result, name)) if t.requires_grad]
-        if not named:
-            raise MeasureError(
-                f"backward_from names {name!r}, which needs no gradient on this input; call the model as in training"
-                " (for example with labels), or name the output that the backward starts from"
-            )
-        parts += named
-    return parts
-
-
-def run_backward(parts: Iterable[torch.Tensor]) -> None:
-    """Run the backward from all of `parts`."""
-    loss = _Loss.apply(*parts)
-    torch.autograd.backward(loss, torch.empty_like(loss))
 
 
 @contextmanager
@@ -109,7 +69,7 @@ def fake_step(
 
     Raises:
         MeasureError: if the forward depends on the contents of its tensors, or cannot run on fake ones; and as for
-            `starts`.
+            `run_sample`.
     """
     cuda = device.capability is not None
     mode = FakeKernels(cuda)
@@ -127,13 +87,8 @@ def fake_step(
             step.device = named(0)
         try:
             with mode, log, nullcontext() if shard is None else log.seeing_resizes():
-                result = step.run(copied, *args, **kwargs)
-                step.check([t for t in tensor_leaves(result) if t.requires_grad])
-                parts = starts(result, names)
-                step.unnamed = 0 if names else len(parts)
-                if any(isinstance(name, LossAlone) for name in names):
-                    del result
-                run_backward(parts)
+                roots = run_sample(step, partial(step.run, copied, *args, **kwargs), names)
+                step.unnamed = 0 if names else len(roots)
         except MeasureError:
             raise
         except Exception as error:  # a model may do anything
