@@ -83,6 +83,8 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
         result = nn.Parameter(result, requires_grad=tensor.requires_grad)
     else:
         result.requires_grad_(tensor.requires_grad)
+        if not tensor.is_leaf:  # as what it stands for, it may be changed in place
+            result = result.clone()
     memo[id(tensor)] = result
     return result
 
