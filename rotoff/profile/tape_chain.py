@@ -196,7 +196,7 @@ class StageBackwards:
                 new = bisect_right(begins, event.reads)
                 if new != stage:
                     stage = new
-                    self.grads[stage] = self.grads[stage] or gradients
+                    self.grads[stage] = self.grads[stage] or max(0, gradients)
             gradients += event.size
             if event.kept and event.size > 0:
                 self.arriving[stage or many] += rounded(event.size, ALIGNMENT)

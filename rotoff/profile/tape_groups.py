@@ -59,7 +59,8 @@ class TapeGroups:
     that such a step gives it. beside: bytes that the device holds throughout: what is outside, buffers, the caller's
     loss. update: bytes that the update of what is outside takes. whole: the bytes with which the plain model and its
     optimizers run; expected: those of them that they take if no gradients are there when a step begins. backwards: of
-    the stages, with the parameters' gradients; None if those are not known. ask: as for `TapeChain`.
+    the stages, with the parameters' gradients; None if those are not known. ask: as for `TapeChain`. sharded: whether
+    FSDP2 reads parameters wherever they lie.
     """
 
     found: TapeChain
@@ -75,6 +76,7 @@ class TapeGroups:
     device: torch.device
     backwards: StageBackwards | None = None
     ask: Callable[..., list[int]] | None = None
+    sharded: bool = False
 
     def levels(self, sequence: Sequence, during: bool = False) -> list[int]:
         """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during
@@ -83,7 +85,9 @@ class TapeGroups:
             return self.ask(sequence, during)
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
         levels, stays, updated = list[int](), self.beside, set[int]()
-        ran, stage = False, len(self.chain)  # whether the forward has ended; the stage whose B has begun last
+        ran = ended = False  # whether the forward has ended, and the backward
+        stage = len(self.chain)  # whose B has begun last
+        shards = {v.stage for v in at_rest(self.chain, sequence.ops, sequence.resident).device if v.of == "w"}
         returned = max((one.nbytes for one in self.found.trace.made if one.returned), default=0)
         for op, level, machine, _ in self.found.followed(sequence, self.chain.parameters):
             if op.kind is OpKind.H:  # in the first step, the states of groups not updated yet do not exist
@@ -93,12 +97,18 @@ class TapeGroups:
             updated |= {op.stage} if op.kind in UPDATES else set()
             stage = op.stage if op.kind is OpKind.B else stage
             level -= self._not_there(op, stage, machine)
+            if op.of == "w" and op.kind in (OpKind.DROP, OpKind.FREE):
+                shards.discard(op.stage)
+            if self.sharded and not ended:  # those on the host come back after the backward
+                away = (v for v in machine.device if v.of == "w" and v.stage not in shards)
+                level -= sum(group_bytes(self.chain, v) for v in away)
             if op.kind in FORWARDS and op.stage == len(self.chain) and not ran:  # when the forward ends
                 ran = True
                 level += checksum_room(returned, self.device)
             levels.append(level + stays)
             if op.kind is OpKind.B and not machine.next_backward:  # gradients of tensors of the model's code
-                stays += max(0, sum(event.size for event in self.found.trace.backward))
+                ended = True
+                stays += max(0, sum(event.size for event in self.found.trace.backward if not event.resharded))
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
         return [*levels[:-1], levels[-1] + self.update]
@@ -248,6 +258,7 @@ def groups_of(
         expected=max(resting - gradients + with_gradients, updating),
         device=device,
         backwards=found.backwards(profile.trace),
+        sharded=shards is not None,
     )
 
 

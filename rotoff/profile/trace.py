@@ -83,12 +83,13 @@ class Saved:
 class Event:
     """What the backward did.
 
-    size: bytes of gradients that it allocated, or freed. freed: the content that autograd has let go of, and the
-    position of its saved tensor. reads: the position of the saved tensor that it reads next, `seconds` after the event
-    before. kept: whether a parameter's ``.grad`` keeps the bytes; once it has them, they are no longer the step's.
-    gone: the content that the caller has let go of, before the backward reads anything. rests: whether the caller has
-    made its loss: its backward begins, or the forward of another micro-batch. lasts: whether the bytes are
-    more than those of a loss and stay when the step has ended, as buffers to receive in.
+    size: bytes of gradients that it allocated, or freed, or that FSDP2 had gathered and has let go of: `resharded`.
+    freed: the content that autograd has let go of, and the position of its saved tensor. reads: the position of the
+    saved tensor that it reads next, `seconds` after the event before. kept: whether a parameter's ``.grad`` keeps the
+    bytes; once it has them, they are no longer the step's. gone: the content that the caller has let go of, before the
+    backward reads anything. rests: whether the caller has made its loss: its backward begins, or the forward of another
+    micro-batch. lasts: whether the bytes are more than those of a loss and stay when the step has ended, as buffers to
+    receive in.
     """
 
     size: int = 0
@@ -99,6 +100,7 @@ class Event:
     gone: int | None = None
     rests: bool = False
     lasts: bool = False
+    resharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def trace_of(step: RecordedStep) -> Trace:
         made,
         tuple(ran),
         saved,
-        tuple(_backward(step, log, number)),
+        tuple(_backward(step, log, number, {log[n].ptr for n in stays})),
         beside + states[-1] + numbers,
         again,
         unsharded,
@@ -288,13 +290,13 @@ def _peaks(log: list[Logged], many: int, stays: set[int]) -> list[tuple[int, int
     return [(whole, whole - alone, held) for whole, alone, held in zip(most, own, gathering, strict=True)]
 
 
-def _backward(step: RecordedStep, log: list[Logged], number: dict[Content, int]) -> list[Event]:
+def _backward(step: RecordedStep, log: list[Logged], number: dict[Content, int], unsharded: set[int]) -> list[Event]:
+    """Return the events of the backward. unsharded: addresses of what FSDP2 has gathered when it begins."""
     live: dict[int, int] = {}  # gradients and what kernels take, by address: the numbers of their events
     events: list[Event] = []
     # by address, what autograd has of the segments that the backward has come to
     owner: dict[int, tuple[Content, int]] = {}
     waiting = {ptr: number[c] for ptr, c in step.handed_at.items() if c in number and c not in step.returned}
-    unsharded = {address for address, _ in step.gathered.at_end}
     shared = set[int]()  # addresses of gradients that a parameter has, and the backward still has, too
     seconds = iter(step.waits)
     in_own = rested = False
@@ -324,7 +326,7 @@ def _backward(step: RecordedStep, log: list[Logged], number: dict[Content, int])
             events.append(Event(gone=waiting.pop(event.ptr)))
         elif event.size < 0 and event.ptr in unsharded:
             unsharded.discard(event.ptr)
-            events.append(Event(event.size))
+            events.append(Event(event.size, resharded=True))
         elif event.size < 0 and event.ptr in live:
             events.append(Event(-events[live.pop(event.ptr)].size))
         elif event.size < 0 and event.ptr in owner:
