@@ -297,7 +297,9 @@ class Checkpointable(ModuleProxy):
             if self._check:
                 raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
             nbytes = parse_bytes(limit, "device_limit")
-            optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
+            shards = shards_of(self, self._group)
+            every = self._model.parameters() if shards is None else shards.every(self._model)
+            optimizers = read_optimizers(optimizer, every)
             return nbytes
 
         nbytes = agree_on_limit(limit_here, self._group)

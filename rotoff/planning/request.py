@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any
@@ -99,13 +100,14 @@ class Request:
             return solve(chain, limit, **options)
 
 
-def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers, or one, that `given` is or that trainers have wrapped; none for None, if `model` is frozen.
+def read_optimizers(given: Any, parameters: Iterable[nn.Parameter]) -> tuple[Optimizer, ...]:
+    """The optimizers, or one, that `given` is or that trainers have wrapped; none for None, if all of the `parameters`
+    are frozen.
 
     Raises:
-        OptionError: for anything else, and if none of them updates a parameter of `model`.
+        OptionError: for anything else, and if none of them updates one of the `parameters`.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if given is None and trained:
         raise OptionError(
             f"device_limit needs the optimizer, whose states count, since {len(trained)} parameters need gradients:"

@@ -156,7 +156,8 @@ class PlacedRunner(StepRunner):
 
     def _recorder(self, spill: Spill, patient: bool) -> RecordedStep:
         if self.request is not None:
-            read_optimizers(self.optimizers or None, self.model)  # its parameters may have been thawed
+            every = self.model.parameters() if self._shards is None else self._shards.every(self.model)
+            read_optimizers(self.optimizers or None, every)  # its parameters may have been thawed
         step = super()._recorder(spill, patient)
         if self._shards is not None:
             step.parameters, step.arrived = self._shards.parameters, self._placed().arrived

@@ -319,7 +319,7 @@ def movable_of(
     can be."""
     if shards is not None:
         placed = [p for p, shard in zip(shards.parameters, shards.of.values(), strict=True) if placeable(shard.data)]
-        return [*shards.parameters, *shards.beside(model)], placed
+        return shards.every(model), placed
     every = list({id(p): p for p in stored(model.parameters())}.values())
     by_storage: dict[int, list[int]] = {}
     for tensor in (*every, *model.buffers()):

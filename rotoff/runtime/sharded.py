@@ -296,10 +296,10 @@ class Shards:
         """Those that the optimizer has, and the tensors that wrappers consist of."""
         return [shard.parameter for shard in self.of.values()]
 
-    def beside(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of `model` that are not sharded."""
+    def every(self, model: nn.Module) -> list[nn.Parameter]:
+        """Return these and those of `model` that are not sharded, also while FSDP2 has gathered some."""
         ours = {id(p) for own in self._own.values() for p in (own.sharded_param, _gathered(own))}
-        return [p for p in model.parameters() if id(p) not in ours]
+        return [*self.parameters, *(p for p in model.parameters() if id(p) not in ours)]
 
     @property
     def reduces(self) -> bool:

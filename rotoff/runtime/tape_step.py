@@ -177,8 +177,8 @@ class TapeStep:
                 self._move_away(tape, stage, tape.owned(stage))
             saved = {c: storage for c in tape.saved_contents(before) if (storage := c.storage(seen=True)) is not None}
             self._move_away(tape, before, saved)
-            for v in list(self._values) if first else ():
-                self._release(tape, v)
+            if first:
+                self._release_all(tape)
             self._arrive_unread()
         tape.enter(max(before, BEYOND) + 1)
         if self._spill is not None and all(c in self._away for c in tape.saved_contents(before)):
@@ -372,6 +372,13 @@ class TapeStep:
         if v.saved:
             tape.empty(v.stage)
 
+    def _release_all(self, tape: Tape, stays: bool = True) -> None:
+        """Let go of all values. stays: but for what stays on the device, without which FSDP2's modules are not made
+        again, of which only that has parameters whose backward runs."""
+        for v in list(self._values):
+            if v.stage > 0 or not stays:
+                self._release(tape, v)
+
     def _lend(self, v: Value, copies: int) -> None:
         for content in self._copies[v][2]:
             content.lent += copies
@@ -457,8 +464,7 @@ class TapeStep:
             self.times.close(self._next >= len(self._ops) and not self.left_course)
             self.times = None
         self.ended = True
-        for v in list(self._values):
-            self._release(tape, v)
+        self._release_all(tape, stays=self.left_course and not self._queued)
         self._copies.clear()
         self._leaving.clear()
         self._arrive_unread()

@@ -17,11 +17,12 @@ SPLIT = "split plainly after"  # FSDP2 of a tensor parallel model, in four proce
 FURTHER = (
     SPLIT,
     *(f"{model} plainly {updates}" for model in ("adamw", "adapters", "frozen", "mixed", "unsharded") for updates in UPDATES),
-    *(f"{model} plainly during" for model in ("momentum", "uneven")),
+    *(f"{model} plainly during" for model in ("momentum", "uneven", "skipping")),
     *(f"quantized plainly {updates}" for updates in UPDATES),
     *(f"{model} clipped after" for model in ("root", "foreach", "trainer")),
     *("copies plainly after", "hybrid plainly during"),
     *("adamw accumulated after", "adamw evaluated during", "adamw synced_last after"),
+    "root gathered_throughout after",
     *("mixed synced_last during", "root checkpointed during"),
 )  # fmt: skip
 

@@ -59,6 +59,18 @@ class Bare(Block):
         self.norm = nn.Identity()  # type: ignore[assignment]
 
 
+class Skipping(nn.Module):
+    """Each step leaves another of its blocks out, as LayerDrop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.steps = stacked(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training and torch.is_grad_enabled()
+        return nn.Sequential(*(one for n, one in enumerate(self.blocks) if (self.steps + n) % 4))(x)
+
+
 class Adapted(Block):
     """A frozen block with adapters."""
 
@@ -104,6 +116,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "root": (whole_model, {}, partial(AdamW, lr=1e-2)),
     "adapters": (partial(stacked, Adapted), {}, partial(AdamW, lr=1e-2)),
     "quantized": (partial(whole_model, Quantized, Quantized), {}, partial(AdamW, lr=1e-2)),
+    "skipping": (Skipping, {}, partial(AdamW, lr=1e-2)),
     "frozen": (frozen_below, {}, partial(AdamW, lr=1e-2)),
     "mixed": (stacked, {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
     "half": (partial(stacked, Bare), {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
@@ -245,6 +258,15 @@ def synced_last(one: Trained) -> None:
     one.optimizer.zero_grad()
 
 
+def gathered_throughout(one: Trained) -> None:
+    """FSDP2 gathers once for several backwards."""
+    for last in (False, True):
+        one.model.set_reshard_after_backward(last)
+        one.backward(one.batch())
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
 def evaluated(one: Trained) -> None:
     one.step()
     one.model.eval()
@@ -267,7 +289,8 @@ def checkpointed(one: Trained) -> None:
 
 
 LOOPS: dict[str, Callable[[Trained], None]] = {
-    one.__name__: one for one in (plainly, clipped, accumulated, synced_last, evaluated, checkpointed)
+    one.__name__: one
+    for one in (plainly, clipped, accumulated, synced_last, gathered_throughout, evaluated, checkpointed)
 }
 
 
@@ -377,10 +400,10 @@ def main(model: str, loop: str = "", updates: str = "", *more: str) -> None:
     equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
     del plain
     gc.collect()
-    x = None if loop == "synced_last" else one.batch()
+    x = None if loop in ("synced_last", "gathered_throughout") else one.batch()
     # the model gets one that FSDP2 has cast, if it casts, and a device tells of all that it holds
     batch = 0 if x is None else x.nbytes * ((device == "cpu") - (model in ("mixed", "half")))
-    run = partial(synced_last, one) if x is None else partial(one.step, x)
+    run = partial(LOOPS[loop], one) if x is None else partial(one.step, x)
     assert one.planned is not None
     told = max(row.memory for row in one.planned.plans())
     within, close, figures = peaks(one.planned, run, lambda run: batch + peak(one, run), told)
