@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..accelerator import block_bytes, finish, is_accelerator
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
-from ..runtime.placed.updates import copy_of, host_threads, own_step
+from ..runtime.placed.updates import copy_of, own_step
 from ..tensors.storage import local, rounded
 from ..tensors.torch_settings import bytes_by_default
 from ..tensors.undo import OTHERS, is_as_before, is_generator, note, put_back
@@ -231,21 +231,16 @@ class OptimizerProbe:
         return most
 
     def _seconds(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> float:
-        """Return the seconds of updating a parameter of that shape, by the threads that will do it."""
+        """Return the seconds of updating a parameter of that shape."""
         large = _small(shape, parameter.dtype, 1, device)
-        optimizer, seconds, threads = self._stand_in([(parameter, large)]), [], torch.get_num_threads()
-        if device != self._device:
-            torch.set_num_threads(host_threads())
-        try:
-            with _unchanged(optimizer):
-                for _ in range(1 + self._repeats):
-                    finish(device)
-                    began = time.perf_counter()
-                    own_step(optimizer)
-                    finish(device)
-                    seconds.append(time.perf_counter() - began)
-        finally:
-            torch.set_num_threads(threads)
+        optimizer, seconds = self._stand_in([(parameter, large)]), []
+        with _unchanged(optimizer):
+            for _ in range(1 + self._repeats):
+                finish(device)
+                began = time.perf_counter()
+                own_step(optimizer)
+                finish(device)
+                seconds.append(time.perf_counter() - began)
         return statistics.median(seconds[1:])
 
     def _stand_in(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Optimizer:

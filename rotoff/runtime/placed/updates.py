@@ -145,19 +145,6 @@ def counts_changes(optimizer: Optimizer) -> bool:
     return own and getattr(optimizer, "grad_scale", None) is None
 
 
-def host_threads() -> int:
-    """Return how many threads of the host's compute its updates beside a device: a quarter of those of the process, and
-    at least one, are left to the thread that launches kernels."""
-    most = torch.get_num_threads()
-    return max(1, most - max(1, most // 4))
-
-
-def _compute_with(threads: int) -> None:
-    """Let the operations of the calling thread use so many."""
-    torch.get_num_threads()  # a thread's first operation would set its number
-    torch.set_num_threads(threads)
-
-
 class HostLane:
     """Runs updates one after the other, in a thread of the host's own where compute is elsewhere.
 
@@ -168,9 +155,6 @@ class HostLane:
     def __init__(self, threaded: bool) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rotoff-host-updates") if threaded else None
         self._waiting: dict[int, Future[None]] = {}
-        if self._pool is not None:
-            self._pool.submit(_compute_with, host_threads()).result()
-            torch.set_num_threads(torch.get_num_threads())  # threads that begin later take the number that was set last
 
     def run(self, k: int, update: Callable[[], None]) -> None:
         """Run the update of group k."""
