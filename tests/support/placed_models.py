@@ -202,6 +202,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "repeats": (lambda: Does(repeats, times=2, blocks=nn.Sequential(Residual(16), Residual(16)), head=nn.Linear(16, 4)), numbers(24, 16)),
     "keeps": (lambda: Does(keeps, layers=linears(4)), numbers(64, 32)),
     "writes": (lambda: Does(writes, layers=linears(3), codes=nn.Parameter(torch.randn(32), False)), numbers(64, 32)),
+    "expanded": (lambda: Does(lambda net, x: net.layer(x) * net.row, layer=nn.Linear(32, 32), row=nn.Parameter(torch.randn(32).expand(64, 32), False)), numbers(64, 32)),
     "checkpoints": (lambda: Does(checkpoints(False), blocks=several(3, 32, 64)), numbers(64, 32)),
     "reentrant": (lambda: Does(checkpoints(True), blocks=several(3, 32, 64)), numbers(64, 32)),
     "casts": (lambda: Does(casts, **{name: nn.Linear(32, 32) for name in ("first", "twice", "last")}), numbers(64, 32)),

@@ -49,7 +49,7 @@ def placeable(tensor: torch.Tensor | None) -> bool:
     """Whether a tensor can be placed: it is plain and dense, and fills its storage up to the alignment."""
     if tensor is None or tensor.layout is not torch.strided or dispatches(tensor):
         return False
-    lies_alone = tensor.untyped_storage().nbytes() <= room_of(tensor) and tensor.storage_offset() == 0
+    lies_alone = tensor.nbytes <= tensor.untyped_storage().nbytes() <= room_of(tensor) and not tensor.storage_offset()
     return lies_alone and bool(tensor.numel()) and not (tensor.dtype.is_complex and tensor.is_conj())
 
 
