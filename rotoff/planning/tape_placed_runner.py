@@ -142,7 +142,7 @@ class PlacedRunner(StepRunner):
         """What a collective within a step raises."""
         told = not_answering(error, self.group)
         if self.placement is not None:
-            self.placement.updates.backward_failed(told)
+            self.placement.updates.give_up(told)
         return told
 
     def _key(self, value: Any) -> Any:

@@ -226,7 +226,7 @@ def groups_of(
     for stages, part in parts:
         states = tuple(map(probe.state_bytes, part))
         costs.append(_group_of(part, stages, probe, host, block, found, reads, device, shards))
-        placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
+        placed.append(PlacedGroup(tuple(part), states))
         here = any(map(probe.updates, part)) and not is_accelerator(device)
         taken = [probe.update_bytes([p]) if here else 0 for p in part]
         on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))

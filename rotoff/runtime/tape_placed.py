@@ -456,7 +456,7 @@ class PlacedStep(TapeStep):
         if not self._queued:
             return  # the model's own backward, within its forward
         self.abandon()  # no update follows
-        self._placement.updates.backward_failed(error)
+        self._placement.updates.give_up(error)
 
     def _end(self, tape: Tape) -> None:
         super()._end(tape)

@@ -72,7 +72,7 @@ def test_a_process_that_ends_is_named_by_the_others(row: str) -> None:
     assert said.startswith(
         f"ExecutionError a collective of this step has failed (process {ends} of the group has ended)"
     )
-    assert ("a backward that updates parameters ended early; it has updated group" in said) == (updates == "during")
+    assert ("a backward that updates parameters ended early; of the parameters of" in said) == (updates == "during")
 
 
 @pytest.mark.slow

@@ -124,8 +124,8 @@ class CallersGradients:
         read = self._await_step.pop(optimizer, None)
         if read is None and any(self.has(p) and is_used_up(p) for p in parameters_of(optimizer)):
             raise ExecutionError(
-                'this is a second optimizer.step() after one backward, whose gradients are gone with updates="during";'
-                ' plan with updates="after"'
+                "this is a second optimizer.step() after one backward, perhaps after one that was refused, and with"
+                ' updates="during" the gradients are gone; plan with updates="after"'
             )
         if read is not None and not all(map(_is_stale, updated)):
             raise ExecutionError(

@@ -112,36 +112,20 @@ class GroupUpdates:
 
         self.host.run(k, update)
 
-    def give_up(self, error: BaseException | None) -> list[Chunks]:
-        """Abort an update; add to `error` what has been updated."""
+    def give_up(self, error: BaseException | None) -> None:
+        """Abort the running update, if there is one; say in a note of `error`, or in a warning if nobody here has seen
+        one, what it has updated."""
+        if not self._chunks:
+            return
+        what = "a backward that updates parameters" if self._in_backward else "optimizer.step()"
         chunks, self._chunks, self._in_backward = self._chunks, [], False
         with suppress(BaseException):
             self.host.join()
-        if error is not None:
-            for one in chunks:
-                one.explain(error)
-        return chunks
-
-    def backward_failed(self, error: BaseException | None) -> None:
-        """Abort the updates of a backward that ended early; add to `error`, or else warn, what it has updated."""
-        if not self._in_backward:
-            return
-        chunks = self.give_up(error)
-        names: list[list[str]] = [[], [], []]
-        for k, several in enumerate(self._groups.members, start=1):
-            if trained := [one for one in several if one.parameter.requires_grad]:
-                whole = all(_is_updated(chunks, one) for one in trained)
-                name = f"group {k} ({self._groups.plan.groups[k - 1].name})"
-                names[0 if whole else 1 if k in self.begun else 2].append(name)
-        all_of, partly, not_yet = (", ".join(some) or "none" for some in names)
-        said = (
-            f"rotoff: a backward that updates parameters ended early; it has updated {all_of}, perhaps in part"
-            f" {partly}, and not {not_yet}"
-        )
-        if error is None:
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
-        elif hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(said)
+        for said in (f"rotoff: {what} ended early; {one.told()}" for one in chunks):
+            if error is None:
+                warnings.warn(said, RuntimeWarning, stacklevel=2)
+            elif hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(said)
 
 
 def _step(chunks: Sequence[Chunks], places: Sequence[ParameterPlaces]) -> None:

@@ -12,12 +12,10 @@ from .tensor import room_of
 
 @dataclass(frozen=True, eq=False)
 class PlacedGroup:
-    """The parameters of one group of the chain. state_bytes: of the optimizer's state of each parameter. name: for
-    messages."""
+    """The parameters of one group of the chain. state_bytes: of the optimizer's state of each parameter."""
 
     parameters: tuple[nn.Parameter, ...]
     state_bytes: tuple[int, ...]
-    name: str = ""
 
 
 @dataclass(frozen=True)

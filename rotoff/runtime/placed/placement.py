@@ -93,7 +93,7 @@ class Placement:
         if self._groups.step is not None and (step := self._groups.step()) is not None:
             step.abandon()
         self._groups.step = None
-        self.updates.backward_failed(None)
+        self.updates.give_up(None)
 
     def takes(self, step: Any) -> None:
         """Note that `step` is running; another one will `abandon` it.
@@ -254,7 +254,7 @@ class Placement:
             else:
                 self._groups.hand_over()
         except BaseException as error:
-            self.updates.backward_failed(error)
+            self.updates.give_up(error)
             raise
 
     # -- the caller's ``optimizer.step()``

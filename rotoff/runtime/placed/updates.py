@@ -1,5 +1,4 @@
-"""An optimizer's step on some of its parameters, here or in a thread of the host; an error tells which have been
-updated."""
+"""An optimizer's step on some of its parameters, here or in a thread of the host, and which it has updated."""
 
 from __future__ import annotations
 
@@ -78,16 +77,14 @@ class Chunks:
         ]
         return made
 
-    def explain(self, error: BaseException) -> None:
-        """Add to `error` which parameters have been updated, by their numbers in the optimizer's state_dict."""
-        if hasattr(error, "add_note"):  # Python 3.11
-            left = ", ".join(str(self._numbers[id(p)]) for _, p in self._left.values() if p.grad is not None)
-            partly = ", ".join(map(str, sorted(self._numbers[key] for key in self._under_way)))
-            error.add_note(
-                f"rotoff: of the optimizer's parameters with gradients, this step had updated {len(self.updated)};"
-                f" those numbered {partly or 'none'} may be updated in part, and those numbered {left or 'none'} are"
-                " not"
-            )
+    def told(self) -> str:
+        """Say which parameters have been updated, by their numbers in the optimizer's state_dict."""
+        left = ", ".join(str(self._numbers[key]) for key in self._left)
+        partly = ", ".join(map(str, sorted(self._numbers[key] for key in self._under_way)))
+        return (
+            f"of the parameters of {type(self._optimizer).__name__} it had updated {len(self.updated)}; those numbered"
+            f" {partly or 'none'} may be updated in part, and those numbered {left or 'none'} are not"
+        )
 
 
 def copy_of(optimizer: Optimizer) -> Any:
