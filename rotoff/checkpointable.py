@@ -40,7 +40,6 @@ from .planning.inputs import (
     family_of,
     lazy,
     read_sample,
-    refusing_torch_func,
     signature,
 )
 from .planning.link_share import with_host_share
@@ -209,7 +208,6 @@ class Checkpointable(ModuleProxy):
                 undone(self._model, value, self._steps.device_for(tensor_leaves(value))),
                 torch.enable_grad(),
                 self._without_caches(kwargs),
-                refusing_torch_func(),
             ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()
@@ -551,7 +549,7 @@ class Checkpointable(ModuleProxy):
             raise OptionError(
                 "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
             )
-        with self._without_caches(kwargs), refusing_torch_func():
+        with self._without_caches(kwargs):
             return self._steps.forward(partial(plain, *args, **kwargs))
 
     def _without_caches(self, kwargs: dict[str, Any]) -> AbstractContextManager[object]:

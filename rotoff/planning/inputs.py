@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
@@ -76,20 +76,6 @@ def refuse_meta(model: nn.Module, value: Any) -> None:
             "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
             ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which calculate'
         )
-
-
-@contextmanager
-def refusing_torch_func() -> Iterator[None]:
-    """Say what to do where PyTorch refuses a derivative within a forward, because its saved tensors have hooks."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "support saved tensor hooks" not in str(error):
-            raise
-        raise MeasureError(
-            "the model differentiates within its forward (torch.func), and PyTorch refuses that while something else"
-            " takes the saved tensors; use torch.autograd.grad there, or call that part in the training loop"
-        ) from error
 
 
 def read_sample(

@@ -26,6 +26,7 @@ from ..errors import MeasureError
 from ..runtime.links.spill import Back, Spill
 from ..runtime.sharded import Gathered, gathering_apart, sharded
 from ..tape.contents import Content, Slot, SlotReference
+from ..tape.hooks import taking_saved
 from ..tape.operators import tensors_of
 from ..tape.regions import OPERATORS
 from ..tape.tape import Key, Known, Operation, Tape, is_wrapper
@@ -206,7 +207,7 @@ class RecordedStep(Verified):
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the forward, and record it."""
         apart = gathering_apart(self._units, self, lambda: self.region(GATHERED))
-        with apart, self, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+        with apart, taking_saved(self):
             result = forward(*args, **kwargs)
         for t in tensor_leaves(result) if self.gathered.at_end else ():
             if t.requires_grad:

@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.sequence import UPDATES, Op, OpKind
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
+from ..tape.hooks import taking_saved
 from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
 from ..tensors.storage import in_shared_memory, is_wrapper, uses_of
@@ -392,7 +393,7 @@ def filled(lending: Lending) -> Iterator[None]:
         lending.empty()
 
     tape.on_backward = lambda *_: Variable._execution_engine.queue_callback(ended)
-    with lending.forward(), tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
+    with lending.forward(), taking_saved(tape):
         yield
     lending.empty()
 

@@ -25,6 +25,7 @@ from torch.autograd.variable import Variable
 from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
 from ..tape.contents import Content
+from ..tape.hooks import taking_saved
 from ..tape.tape import Tape
 from ..tensors.storage import bytes_of
 from .execution_plan import NO_LAYOUT, ExecutionPlan, Layout
@@ -97,7 +98,7 @@ class TapeStep:
         tape.on_ahead = self._ahead
         tape.on_backward = self.advance
         try:
-            with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
+            with taking_saved(tape):
                 self._enter(tape, 1)
                 self._look_ahead(tape)
                 yield

@@ -144,7 +144,7 @@ class Operation:
 class Tape(EagerMode):
     """Records a forward as a context, and gives autograd back what it drops.
 
-    Use it as ``with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack): model(x)``, in one thread.
+    Use it as ``with taking_saved(tape): model(x)``, in one thread.
     A backward may run in any.
 
     Attributes:
