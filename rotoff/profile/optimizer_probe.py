@@ -209,7 +209,7 @@ class OptimizerProbe:
                     self._seconds(parameter, _shape(parameter, n), device) for n in (elements, elements // 4)
                 )
                 break
-            except torch.OutOfMemoryError:
+            except RuntimeError:  # no memory, as a CPU says it
                 if elements == _LEAST_TIMED:
                     raise
                 elements = max(elements // 4, _LEAST_TIMED)

@@ -7,18 +7,21 @@ is held from then on: it costs bytes and is never wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..tensors.storage import View
+from ..tensors.storage import View, bytes_of
 from ..tensors.undo import others_undone
 from .contents import RESIDENT, Content, Slot, checksum, same_bytes
 from .operators import below_autograd, results_of
 from .tape import Key, Known, Operation, Tape
 
 logger = logging.getLogger("rotoff")
+_aten = torch.ops.aten
+UNINITIALIZED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty}
+FILL = 0xA5  # no content that a kernel is likely to write
 
 
 class Verified(Tape):
@@ -62,6 +65,7 @@ class Verified(Tape):
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         if self.key not in self.known.sure:
             self._new.append(self.key)
+            _fill(op, {content: content.storage(seen=True) for content in op.made})
         for content in new:
             self._keys[content] = self.key, content.out
             if (self.key, content.out) in self.known.held:
@@ -75,6 +79,10 @@ class Verified(Tape):
                 if content in new and content.op != RESIDENT and content.out >= 0:
                     self._ends[content] = max(self._ends.get(content, 0), View.of(t).end)
         return new
+
+    def _run(self, number: int, have: dict[Content, torch.UntypedStorage], needed: set[Content]) -> None:
+        super()._run(number, have, needed)
+        _fill(self.operations[number], have)
 
     def was_held(self, content: Content) -> bool:
         """Whether a content of this tape is held because it cannot be made again."""
@@ -140,3 +148,11 @@ class Verified(Tape):
         if name not in self.known.told:
             self.known.told.add(name)
             logger.warning("rotoff: what %s makes stays in memory or is moved, and is not recomputed: %s", name, why)
+
+
+def _fill(op: Operation, storages: Mapping[Content, torch.UntypedStorage | None]) -> None:
+    """What an operation leaves uninitialized is alike each time: a model writes there before it reads."""
+    if op.operator.overloadpacket in UNINITIALIZED:
+        for content in op.made:
+            if (storage := storages[content]) is not None:
+                bytes_of(storage).fill_(FILL)

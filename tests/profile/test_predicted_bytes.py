@@ -222,6 +222,15 @@ def holds(net: Any, x: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
 
 
+def fills(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Writes into uninitialized memory, slice by slice."""
+    found = x.new_empty(len(x), len(net.layers) * x.shape[1])
+    for n, layer in enumerate(net.layers):
+        x = torch.tanh(layer(x))
+        found[:, n * x.shape[1] : (n + 1) * x.shape[1]] = x
+    return found
+
+
 def frees_early(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Between two cuts goes a sum that no backward needs."""
     for inner, outer in zip(net.inner, net.outer, strict=True):
@@ -341,6 +350,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], di
     "casts within a region that is off, a first step": (partial(narrow, gates=True), OF_128, {**OFF, "first": True}),
     "an output that is inverted": (inverted, drawn(8, 3, 24, 24), {"check": True}),
     "calls apart": (made(apart, **APART), drawn(512, 64), {"stages": 16, "check": True}),
+    "what is filled": (made(fills, layers=partial(linears, 64, 64, 6)), drawn(128, 64), EIGHT),
     "a local variable": (made(holds, layers=partial(linears, 64, 64, 30)), drawn(2048, 64), {"over": 1.03}),
     "a sum that goes early": (
         made(frees_early, **dict.fromkeys(("inner", "outer"), partial(linears, 64, 64, 16))),
