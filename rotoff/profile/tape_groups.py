@@ -199,6 +199,16 @@ def gradient_bytes(parameters: Iterable[nn.Parameter], reads: Reads, block: int)
     return sum(rounded(nbytes, block) for _, nbytes in found)
 
 
+def _updated_on_host(
+    part: Iterable[nn.Parameter], states: tuple[int, ...], probe: OptimizerProbe, device: torch.device
+) -> tuple[int, int]:
+    """Return the bytes that the largest update of a group takes on the host, beside its state and with it, where the
+    host's memory is the device's."""
+    here = any(map(probe.updates, part)) and not is_accelerator(device)
+    taken = [probe.update_bytes([p]) if here else 0 for p in part]
+    return max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))
+
+
 def groups_of(
     profile: TapeProfile,
     found: TapeChain,
@@ -227,9 +237,7 @@ def groups_of(
         states = tuple(map(probe.state_bytes, part))
         costs.append(_group_of(part, stages, probe, host, block, found, reads, device, shards))
         placed.append(PlacedGroup(tuple(part), states))
-        here = any(map(probe.updates, part)) and not is_accelerator(device)
-        taken = [probe.update_bytes([p]) if here else 0 for p in part]
-        on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
+        on_host.append(_updated_on_host(part, states, probe, device))
         given = [p for p in part if id(p) in reads.given]
         coming.append(gradient_bytes(given, reads, block) if shards is None else costs[-1].grad_bytes)
     grouped = {id(p) for group in placed for p in group.parameters}
