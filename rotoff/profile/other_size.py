@@ -54,23 +54,26 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
         return None
     ratio = trace.size(range(len(trace.made))) / max(1, near.trace.size(range(len(near.trace.made))))
 
+    nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
+    # what no fake kernel takes may grow as the batch does, or as what the forward makes
+    most = max(1.0, ratio, nbytes / max(1, near.batch_bytes))
+
     def grown(now: int, fake: int, real: int) -> int:
         """Return `now` and what a real step takes beyond a fake one, which may not fall with the size."""
-        return now + int(max(0, real - fake) * max(1.0, ratio))
+        return now + int(max(0, real - fake) * most)
 
     ran = (
         replace(op, seconds=one.seconds * ratio, peak=grown(op.peak, fake.peak, one.peak))
         for op, fake, one in zip(trace.ran, before.ran, near.trace.ran, strict=True)
     )
     spare = SPARE if is_accelerator(near.device) else 0
-    sizes = _sizes(near.trace, before, trace, max(1.0, ratio), spare)
+    sizes = _sizes(near.trace, before, trace, most, spare)
     backward = tuple(
         replace(event, size=size, seconds=event.seconds * ratio)
         for event, size in zip(near.trace.backward, sizes, strict=True)
     )
     beside = grown(trace.beside, before.beside, near.trace.beside)
     trace = replace(trace, ran=tuple(ran), backward=backward, beside=beside)
-    nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
     shapes = tuple(tuple(t.shape) for t in given)
     found = replace(near, trace=trace, batch_bytes=nbytes, shapes=shapes, seen=False, begins=near.cuts)
     held: dict[Key, list[int]] = {}
