@@ -180,7 +180,7 @@ class TapeStep:
             self._move_away(tape, before, saved)
             if first:
                 self._release_all(tape)
-            self._arrive_unread()
+            self._arrive_unread(list(self._arriving))
         tape.enter(max(before, BEYOND) + 1)
         if self._spill is not None and all(c in self._away for c in tape.saved_contents(before)):
             tape.let_go(before)  # what its new operations have made
@@ -337,14 +337,13 @@ class TapeStep:
                     self.link.wait(arrival)
                     self._hold(v, [content], {content: storage})
 
-    def _arrive_unread(self) -> None:
-        """What is arriving goes: nobody reads it, but its copy holds the bytes until it has ended."""
-        for arrived in self._arriving.values():
-            for _, arrival in arrived.values():
+    def _arrive_unread(self, values: Iterable[Value]) -> None:
+        """What is arriving of values goes: nobody reads it, but its copy holds the bytes until it has ended."""
+        for v in values:
+            for _, arrival in self._arriving.pop(v, {}).values():
                 assert self.link is not None
                 with suppress(ExecutionError):
                     self.link.wait(arrival)
-        self._arriving.clear()
 
     def _handed(self, tape: Tape, stage: int) -> list[Content]:
         keys = self._layout.handed[stage - 1] if stage else ()
@@ -458,6 +457,7 @@ class TapeStep:
         for v in (abar(stage), a(stage), a(stage - 1), a(-stage)):
             self._release(tape, v)
             self._copies.pop(v, None)
+        self._arrive_unread((abar(stage), a(stage)))
 
     def _end(self, tape: Tape) -> None:
         """The backward has ended, or failed: release everything."""
@@ -468,7 +468,7 @@ class TapeStep:
         self._release_all(tape, stays=self.left_course and not self._queued)
         self._copies.clear()
         self._leaving.clear()
-        self._arrive_unread()
+        self._arrive_unread(list(self._arriving))
         if self.link is not None:
             self.link = None
             self._link_back()
