@@ -357,7 +357,8 @@ def _smallest(profile: TapeProfile, request: Request, ways: Several[Way]) -> Ite
             plan = compiled(profile, found, one.plan.sequence, request, levels)
             least = min(least, plan.peak)
             yield plan
-    profile.least[_asked(request, ways)] = least
+    if least < NO_LIMIT:
+        profile.least[_asked(request, ways)] = least
 
 
 def _asked(request: Request, ways: Several[Way]) -> tuple[object, ...]:

@@ -373,8 +373,8 @@ class TapeStep:
             tape.empty(v.stage)
 
     def _release_all(self, tape: Tape, stays: bool = True) -> None:
-        """Let go of all values. stays: but for what stays on the device, without which FSDP2's modules are not made
-        again, of which only that has parameters whose backward runs."""
+        """Let go of all values. stays: but for what stays on the device, which operations that run again read: FSDP2
+        has gathered the parameters to make it from only while the backward of their module runs."""
         for v in list(self._values):
             if v.stage > 0 or not stays:
                 self._release(tape, v)
@@ -457,7 +457,7 @@ class TapeStep:
         for v in (abar(stage), a(stage), a(stage - 1), a(-stage)):
             self._release(tape, v)
             self._copies.pop(v, None)
-        self._arrive_unread((abar(stage), a(stage)))
+        self._arrive_unread((abar(stage), a(stage), a(stage - 1)))
 
     def _end(self, tape: Tape) -> None:
         """The backward has ended, or failed: release everything."""
