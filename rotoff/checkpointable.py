@@ -438,7 +438,8 @@ class Checkpointable(ModuleProxy):
         return latest
 
     def get_expected_makespan(self) -> float:
-        """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""
+        """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds and, on a CPU, what following
+        the plan costs."""
         return self._figures.step_time
 
     def get_expected_memory(self) -> int:

@@ -25,6 +25,7 @@ from ..report.expected_step import keep_all_step
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.placed.placed_plan import PlacedPlan
+from ..runtime.step_times import following_seconds
 from ..solver import keep_all
 from ..solver.anneal import CLOSE, least_compute
 from ..solver.bounds import SUM_ERROR, largest_operation, min_mem_limit, steady_bound
@@ -110,13 +111,14 @@ class StepPlan:
     def figures(self, limit: int | None) -> Figures:
         """The figures of the step under a `mem_limit`, which does not count the batch, or a `device_limit`, which does.
         The peak of the model as it is is that of a loop which sets gradients to None; `keep_all_bytes` is the smallest
-        limit at which it runs so."""
+        limit at which it runs so. On a CPU the time counts what following the plan costs."""
         plan = self.execution
+        followed = not plan.keeps_all and self.profile.device.type == "cpu"
         return Figures(
             None if limit is None or limit >= NO_LIMIT else limit,
             self.peak,
             self.host_bytes,
-            plan.trace.makespan,
+            plan.trace.makespan + (following_seconds(plan.trace, len(self.chain)) if followed else 0.0),
             keep_all_step(self.chain).makespan,
             self.found.whole if isinstance(self.found, TapeGroups) else self.profile.keep_all_bytes(plan.in_flight),
             with_batch=isinstance(self.found, TapeGroups),

@@ -50,6 +50,10 @@ def test_log_text_table_picture_and_trace_agree(
     everything = sum(group.update_time for group in model.chain.parameters) + model.chain.compute_time
     assert row.overhead == pytest.approx(seconds / everything - 1, abs=1e-9)
     assert (row.memory, row.makespan) == (peak, seconds)
+    machine = rotoff.simulate(model.chain, model.sequence).makespan
+    assert (seconds > machine) is (how not in (1.0, "1 GiB")), (
+        "following a plan costs time, the model as it is does not"
+    )
     said = percent(row.overhead)
     assert f"peak {rotoff.format_bytes(peak)} of {rotoff.format_bytes(model.mem_limit)}" in text
     assert ("with the batch" in text) is (how in ("1 MiB", "1 GiB")), "a mem_limit does not count it"
