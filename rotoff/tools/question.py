@@ -5,6 +5,7 @@ The time of an update is the bytes that it reads and writes, divided by the band
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -188,8 +189,9 @@ class Question:
             placed, bound = whole.placed(options)
         if not steps[0].fits and limit > 0:
             note(0.8, "activations")
-            own, other = self._in_modes(profile, limit, options, make)
-            bound = other if bound is None else bound
+            own, found = self._in_modes(profile, limit, options, make)
+            if own and bound is None:
+                bound = min(least_time(profile, self.request(limit), found), found) + make.updating
         return PlannedSteps(
             chain=profile.chain,
             device=self.device.name,
@@ -208,22 +210,20 @@ class Question:
 
     def _in_modes(
         self, profile: Estimate, limit: int, options: Mapping[str, Any], make: WholeDevice
-    ) -> tuple[list[PlannedStep], float | None]:
-        """A row for each mode with a plan, and the seconds that none of them can beat."""
-        rows, times = [], []
+    ) -> tuple[list[PlannedStep], float]:
+        """A row for each mode with a plan, and the seconds of the fastest step."""
+        rows, fastest = [], math.inf
         for mode in self.modes:
             request = self.request(limit, mode)
             try:
                 plan = make_plan(profile, request)
             except InfeasibleError:
                 continue
-            times.append(plan.trace.makespan)
+            fastest = min(fastest, plan.trace.makespan)
             name, said = ("", {}) if mode == "joint" else (f", mode {mode}", {"mode": mode})
             which, setting = profile.chains.index(plan.tape_chain), attaching(repr(as_size(limit)), {**said, **options})
             rows.append(make.within_mem_limit(f"rotoff, mem_limit{name}", which, plan.sequence, setting))
-        if not times:
-            return [], None
-        return rows, min(least_time(profile, self.request(limit), min(times)), *times) + make.updating
+        return rows, fastest
 
     def _notes(self, profile: Estimate) -> tuple[str, ...]:
         """What the figures rest on."""
