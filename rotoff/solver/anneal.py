@@ -116,17 +116,18 @@ class Found(NamedTuple):
     plan: np.ndarray
 
 
-def in_threads(kernels: Sequence[Callable[..., float]], calls: Iterable[tuple[Any, ...]]) -> list[float]:
+def in_threads(
+    threads: ThreadPoolExecutor, kernels: Sequence[Callable[..., float]], calls: Iterable[tuple[Any, ...]]
+) -> list[float]:
     """Call each of the compiled searches in a thread of its own. An interrupt stops them: they run without the GIL, and
     look at their last argument, which comes from here."""
     stop = np.zeros(1, dtype=np.int8)
-    with ThreadPoolExecutor(THREADS) as threads:
-        jobs = [threads.submit(kernel, *call, stop) for kernel, call in zip(kernels, calls, strict=True)]
-        try:
-            return [job.result() for job in jobs]
-        except BaseException:
-            stop[0] = 1
-            raise
+    jobs = [threads.submit(kernel, *call, stop) for kernel, call in zip(kernels, calls, strict=True)]
+    try:
+        return [job.result() for job in jobs]
+    except BaseException:
+        stop[0] = 1
+        raise
 
 
 def annealed(
@@ -159,30 +160,31 @@ def annealed(
     for plan in starts:
         add(plan)
     mask = np.array(RULES[problem.mode], dtype=np.int16)
-    for turn, heats in enumerate(rounds if each and found else ()):
-        order = sorted(found)
-        best = order[0]
-        if not best.exceeds and best.score <= enough:
+    with ThreadPoolExecutor(THREADS) as threads:
+        for turn, heats in enumerate(rounds if each and found else ()):
+            order = sorted(found)
+            best = order[0]
+            if not best.exceeds and best.score <= enough:
+                if progress is not None:
+                    progress(1.0, best.score)
+                break
+            firsts = [best.plan, order[(1 + turn) % len(order)].plan]
+            lasts, bests = ([plan.copy() for plan in firsts] for _ in range(2))
+            hot = [heat * max(scale, 0.0 if best.exceeds else best.score) for heat in heats]
+            calls = [
+                (lasts[n], each, 1 + turn * THREADS + n, hot[n], hot[n] / 100, mask, dear[n], bests[n])
+                for n in range(THREADS)
+            ]
+            for n, seconds in enumerate(in_threads(threads, [decoder.anneal for decoder in decoders], calls)):
+                add(bests[n] if math.isfinite(seconds) else lasts[n])
+                if not min(found).exceeds and any(decoders[n].judge(lasts[n])[1:]):
+                    dear[n] *= STRAYED
+            best = min(found)
+            if best.exceeds:
+                nearest = NEAREST * scale / min(one.excess for one in found)
+                dear = [max(GROWTH * weight, nearest) for weight in dear]
             if progress is not None:
-                progress(1.0, best.score)
-            break
-        firsts = [best.plan, order[(1 + turn) % len(order)].plan]
-        lasts, bests = ([plan.copy() for plan in firsts] for _ in range(2))
-        hot = [heat * max(scale, 0.0 if best.exceeds else best.score) for heat in heats]
-        calls = [
-            (lasts[n], each, 1 + turn * THREADS + n, hot[n], hot[n] / 100, mask, dear[n], bests[n])
-            for n in range(THREADS)
-        ]
-        for n, seconds in enumerate(in_threads([decoder.anneal for decoder in decoders], calls)):
-            add(bests[n] if math.isfinite(seconds) else lasts[n])
-            if not min(found).exceeds and any(decoders[n].judge(lasts[n])[1:]):
-                dear[n] *= STRAYED
-        best = min(found)
-        if best.exceeds:
-            nearest = NEAREST * scale / min(one.excess for one in found)
-            dear = [max(GROWTH * weight, nearest) for weight in dear]
-        if progress is not None:
-            progress((turn + 1) / len(rounds), best.score)
+                progress((turn + 1) / len(rounds), best.score)
     fitting = {one.score: one.plan for one in sorted(found, reverse=True) if not one.exceeds}
     return [fitting[score] for score in sorted(fitting)[:FOUND]]
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
+from itertools import starmap
 
 import numpy as np
 
@@ -86,18 +88,17 @@ def evaluator(
     return Evaluator(chain, arrays(chain), mem_limit, host_limit, visits, most)
 
 
-def to_ops(rows: Iterable[Iterable[int]]) -> tuple[Op, ...]:
+def to_ops(rows: Iterable[tuple[int, int, int, int]]) -> tuple[Op, ...]:
     """The operations of decoded rows (kind, stage, form, of). of: -1 for a, 0 for ā, otherwise as in `OF`."""
-    ops = []
-    for number, stage, form, of in rows:
-        kind = KINDS[number]
-        if kind is OpKind.F_ALL:
-            ops.append(Op(OpKind.F_SEL if form else kind, stage, form))
-        elif kind in TRANSFERS:
-            ops.append(Op(kind, stage, saved=of == 0, of=OF.get(of, "")))
-        else:
-            ops.append(Op(kind, stage))
-    return tuple(ops)
+    return tuple(starmap(_op, rows))
+
+
+@lru_cache(maxsize=2**14)  # most plans of a chain have the same ones
+def _op(number: int, stage: int, form: int, of: int) -> Op:
+    kind = KINDS[number]
+    if kind in TRANSFERS:
+        return Op(kind, stage, saved=of == 0, of=OF.get(of, ""))
+    return Op(OpKind.F_SEL if form and kind is OpKind.F_ALL else kind, stage, form if kind is OpKind.F_ALL else 0)
 
 
 def with_residents(chain: Chain, ops: Iterable[Op]) -> Sequence:

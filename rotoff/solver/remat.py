@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -62,6 +63,7 @@ def plan_of(chain: Chain, kernel: Opt, m: int, whole: Table = Table.FORWARD) -> 
     return cost, from_forwards(chain, forwards(kernel, whole, m)) if math.isfinite(cost) else None
 
 
+@lru_cache(maxsize=16)  # joint asks for what remat has asked for
 def solve_slots(
     chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: int | None = None, whole: Table = Table.FORWARD
 ) -> tuple[float, np.ndarray | None]:
