@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ...tape.operators import kind_of
@@ -25,6 +25,16 @@ SMALL, SMALL_WHOLE = 2**16, 2**22  # elements of floating point, and of whole nu
 QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
 # returns its argument, and on fake tensors a copy
 WAITS = frozenset([torch.ops._c10d_functional.wait_tensor.default] if torch.distributed.is_available() else [])
+_VIEWS = {  # more than half of all operations; their kernels look at no bytes, so meta tensors give what real ones do
+    _aten.as_strided.default,
+    _aten.detach.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+}
 _HALVES = (torch.float16, torch.bfloat16)
 _NORMS = {  # whose statistics may be float32; for each, whether CUDA's always are
     _aten.native_layer_norm.default: True,
@@ -91,6 +101,10 @@ class FakeKernels(EagerMode, FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _VIEWS and self.is_our_fake(args[0]) and args[0].constant is None:
+            with in_kernel_invocation_manager(self):
+                views = func(*args, **kwargs)
+            return [FakeTensor(self, t, CPU) for t in views] if type(views) is list else FakeTensor(self, views, CPU)
         if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return self._grouped(func, types, args, kwargs)
         result: Any = super().dispatch(func, types, args, kwargs)
