@@ -464,6 +464,9 @@ class StageRun:
         self.left = [c for c in (*before, *self.made) if trace.made[c].dies >= end and c not in stay]
         self.entering, self.handed, self.saved, self.stay = entering, handed, saved, stay
         self.whole = saved | handed
+        self._earlier = frozenset(before)
+        self._near = {c for op in trace.ran[first:end] for c in (*op.reads, *op.makes)}
+        self._known: dict[tuple[object, ...], int] = {}  # peaks, by what they depend on: many sequences ask for few
         # for each form of ā, what it keeps; the bytes of gradients and of the stage's own contents in its backward
         self.kept, self.backward_peaks = [saved], list[int]()
 
@@ -517,6 +520,15 @@ class StageRun:
     def first_peak(self, stays: Collection[int], held: Collection[int]) -> int:
         """Return the most bytes of the stage's own in the first run, with what the model's code has of earlier stages
         that is not `held`."""
+        return self._once(self._first_peak, frozenset(stays), self._earlier.intersection(held))
+
+    def _once(self, peak: Callable[..., int], of: frozenset[int], held: frozenset[int]) -> int:
+        key = peak.__name__, of, held
+        if key not in self._known:
+            self._known[key] = peak(of, held)
+        return self._known[key]
+
+    def _first_peak(self, stays: frozenset[int], held: frozenset[int]) -> int:
         made = self.trace.made
         dies: dict[int, int] = {}  # by operation, bytes that are gone when it begins
         level = most = 0
@@ -540,9 +552,13 @@ class StageRun:
     def again_peak(self, wanted: Collection[int], kept: Collection[int] = ()) -> int:
         """Return the most bytes of their own while `wanted` are made again from what enters and is kept, as `Tape.make`
         does it. None of that is overwritten in the stage (`_places`), so nothing is copied."""
+        of = frozenset(wanted)
+        return self._once(self._again_peak, of, of.union(self._near).intersection(kept))
+
+    def _again_peak(self, wanted: frozenset[int], kept: frozenset[int]) -> int:
         made, ran, size = self.trace.made, self.trace.ran, self.trace.size
         there = {*self.entering, *self.stay, *kept}
-        wanted = {*wanted} - there
+        wanted = wanted - there
         numbers = sorted(self._again(wanted, there))
         last = {c: n for n in numbers for c in ran[n].reads}
         level = most = 0
