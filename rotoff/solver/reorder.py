@@ -9,6 +9,8 @@ until nothing comes in.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..core.chain import Chain
@@ -52,27 +54,24 @@ def _orders(problem: Problem, sequence: Sequence) -> tuple[list[Order], np.ndarr
     chain, ops, L = problem.chain, tuple(sequence), len(problem.chain)
     machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
     start = machine.held_bytes, machine.host_bytes
-    rows, events, accesses = np.zeros(len(ops), OPERATION), np.zeros(len(ops), EVENT), list[int]()
+    rows, events, accesses = list[tuple[int, ...]](), list[tuple[Any, ...]](), list[int]()
     for n, op in enumerate(ops):
-        held, on_host, row, event = machine.held_bytes, machine.host_bytes, rows[n], events[n]
-        event["kind"] = KINDS.index(OpKind.F_ALL if op.kind is OpKind.F_SEL else op.kind)
-        event["subject"] = (
-            op.stage - 1 if op.kind is OpKind.H else 0 if op.kind in COMPUTES else _number(chain, op.value)
-        )
+        held, on_host, begins = machine.held_bytes, machine.host_bytes, len(accesses)
+        subject = op.stage - 1 if op.kind is OpKind.H else 0 if op.kind in COMPUTES else _number(chain, op.value)
         waits = [_number(chain, v) for v in awaited(op)] if op.kind in COMPUTES else []  # the kernel's subject else
-        waits += [-1] * (3 - len(waits))
-        event["seconds"], event["waits"] = _seconds(machine, op, n in early), waits
-        row["first"], row["crosses"] = len(accesses), _crosses(op, problem.updates)
+        kind = KINDS.index(OpKind.F_ALL if op.kind is OpKind.F_SEL else op.kind)
+        events.append((kind, subject, _seconds(machine, op, n in early), (*waits, -1, -1, -1)[:3]))
         accesses += _accesses(chain, op, problem.updates)
-        memory = machine.step(op, n in early).memory
-        row["last"], row["need"] = len(accesses), memory - held
-        row["more"], row["host_more"] = machine.held_bytes - held, machine.host_bytes - on_host
+        need = machine.step(op, n in early).memory - held
+        more = machine.held_bytes - held, machine.host_bytes - on_host
+        rows.append((need, *more, begins, len(accesses), _crosses(op, problem.updates)))
     # What comes between a forward and its backward would let the forward run on to its end.
     fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else {OpKind.B}
     movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
     access, first = np.array([*accesses, 0], np.int32), np.arange(len(ops), dtype=np.int16)
     costs = chain, arrays(chain), problem.limit, problem.host_limit
-    kernels = [Order(*costs, rows, events, access, movable, 2 * L + 2) for _ in range(THREADS)]
+    tables = np.array(rows, OPERATION), np.array(events, EVENT)
+    kernels = [Order(*costs, *tables, access, movable, 2 * L + 2) for _ in range(THREADS)]
     return kernels, np.concatenate([first, np.array(start, np.int64).view(np.int16)])
 
 
