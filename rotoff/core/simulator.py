@@ -30,7 +30,6 @@ steady state of a training loop.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from ..errors import InvalidSequenceError
 from .chain import Chain, check_chain
@@ -193,7 +192,7 @@ class Machine:
         if start or spans:
             for n, event in enumerate(events):
                 begun, done = spans.get(n, (event.start, event.end))
-                events[n] = replace(event, start=begun - start, end=done - start)
+                events[n] = event._replace(start=begun - start, end=done - start)
         busy = sum(e.end - e.start for e in events if e.op.kind in COMPUTES)
         return Trace(
             makespan=makespan,

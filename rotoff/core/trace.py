@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .sequence import Op
 from .sizes import format_bytes
@@ -11,8 +11,7 @@ from .sizes import format_bytes
 _ROUNDING = 1e-9  # relative tolerance in comparing a lane's end with the step's
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One operation as the machine ran it.
 
     lane: "compute", "d2h", "h2d" or "host".

@@ -12,9 +12,8 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._C._profiler import RecordScope, _EventType, _RecordFunctionFast
@@ -33,8 +32,7 @@ _LEVEL = "KINETO_LOG_LEVEL"
 _checked: set[torch.device] = set()  # devices whose allocators report their events
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """size: bytes allocated (negative: freed) at the address ptr; or, with size 0, the begin or the end of a region."""
 
     size: int

@@ -240,7 +240,7 @@ def _charged(step: RecordedStep) -> list[Logged]:
     if not is_accelerator(step.device):
         return step.log
     sizes = (charged(abs(event.size), step.device) for event in step.log)
-    return [replace(e, size=size if e.size > 0 else -size) for e, size in zip(step.log, sizes, strict=True)]
+    return [e._replace(size=size if e.size > 0 else -size) for e, size in zip(step.log, sizes, strict=True)]
 
 
 def _draws(op: Operation) -> bool:

@@ -65,7 +65,7 @@ def shown_step(
     figures = figures if limit is None else replace(figures, mem_limit=limit)
 
     def told(step: Trace) -> Trace:
-        events = tuple(replace(event, memory=held) for event, held in zip(step.events, memory, strict=True))
+        events = tuple(event._replace(memory=held) for event, held in zip(step.events, memory, strict=True))
         return replace(step, events=events, peak_bytes=figures.peak_bytes, host_peak_bytes=figures.host_bytes)
 
     return ShownStep(plan, told(trace), measured and told(measured), figures)

@@ -97,7 +97,7 @@ class Recording:
                 start, end = (seconds_between(zero, moment) for moment in self._marks[index])
             else:
                 start, end = self._copies[index].span(zero)
-            events.append(replace(event, start=start, end=end))
+            events.append(event._replace(start=start, end=end))
         makespan = max(event.end for event in events)
         work = [event for event in events if event.op.kind in COMPUTES]
         return replace(
