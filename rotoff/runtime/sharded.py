@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..accelerator import block_bytes
-from ..errors import OptionError
+from ..errors import ExecutionError, OptionError
 from ..tape.tape import Tape
 from ..tensors.storage import View, in_place_of, is_wrapper, local, rounded, stored
 
@@ -189,6 +189,14 @@ class Shard:
         self._own._sharded_param_data = data
         in_place_of(self.parameter, View.of(local(self.parameter)).on(data.untyped_storage()))
 
+    def refuse_gathered(self) -> None:
+        """Raise ExecutionError if FSDP2 holds the whole parameter, which the next forward reads then."""
+        if self._group.is_unsharded:
+            raise ExecutionError(
+                "FSDP2 holds whole parameters from before this update, which its next forward would read; call"
+                " set_reshard_after_backward(True) before the last backward, or reshard() before optimizer.step()"
+            )
+
     def set_aside(self) -> None:
         """FSDP2 adds no gradient on the device to one on the host."""
         gradient = self.parameter.grad
@@ -283,6 +291,7 @@ class Shards:
             for shard in self.of.values():
                 shard.data  # noqa: B018
                 shard.reduced()
+                shard._group.is_unsharded  # noqa: B018
             self.reduces, self.waiting  # noqa: B018
             self.tell(lambda error: error)
         except AttributeError as error:

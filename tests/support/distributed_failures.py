@@ -75,7 +75,20 @@ def too_small() -> None:
     planned(torch.ones(4, 8))
 
 
-REFUSED: tuple[Callable[[], None], ...] = whole, root_not_sharded, without_group, in_one, too_small
+def kept_gathered() -> None:
+    """After the update FSDP2 alone goes on with the parameters from before."""
+    planned = fully_shard(rotoff.Checkpointable(blocks(True), process_group=True))
+    optimizer = torch.optim.SGD(planned.parameters(), lr=0.1)
+    planned.compute_sequence(device_limit="1 MiB", optimizer=optimizer)
+    planned.set_reshard_after_backward(False)
+    planned(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+
+
+REFUSED: tuple[Callable[[], None], ...] = (
+    *(whole, root_not_sharded, without_group, in_one, too_small),
+    kept_gathered,
+)
 
 
 def refused() -> None:

@@ -61,6 +61,9 @@ class GroupUpdates:
 
     def update(self, op: Op) -> None:
         """Run ``U k``, on the device, or ``H k``, on the host."""
+        for one in self._groups.members[op.stage - 1]:
+            if one.trained and (shard := self._groups.shards.get(id(one.parameter))) is not None:
+                shard.refuse_gathered()
         if not self._chunks:
             self._in_backward = True
             self._chunks = [Chunks(optimizer) for optimizer in self._groups.optimizers]
