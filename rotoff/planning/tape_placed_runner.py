@@ -126,6 +126,8 @@ class PlacedRunner(StepRunner):
     def forward(self, run: Call) -> Any:
         if self._streaming:
             return self.unplanned(run)
+        if self._shards is not None:
+            self._shards.refuse_after_failure()
         if self.placement is not None:
             self.placement.forward_begins()
         return super().forward(run)

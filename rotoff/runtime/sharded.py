@@ -276,6 +276,7 @@ class Shards:
 
     def __init__(self, root: nn.Module) -> None:
         self.units: dict[str, list[Shard]] = {}
+        self._root: Any = root
         self._groups: list[Any] = []  # FSDP2's own objects
         self._own: dict[int, Any] = {}
         try:
@@ -293,6 +294,7 @@ class Shards:
                 shard.reduced()
                 shard._group.is_unsharded  # noqa: B018
             self.reduces, self.waiting  # noqa: B018
+            self.refuse_after_failure()
             self.tell(lambda error: error)
         except AttributeError as error:
             raise OptionError(
@@ -322,6 +324,15 @@ class Shards:
         gradients = (of if of is not None or gathered is None else gathered.grad for of, gathered in found)
         waiting = [local(gradient) for gradient in gradients if gradient is not None]
         return sum(rounded(gradient.nbytes, block_bytes(gradient.device)) for gradient in waiting)
+
+    def refuse_after_failure(self) -> None:
+        """Raise ExecutionError if an earlier backward failed: FSDP2 ends neither that one nor those that follow."""
+        unended = self._root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+        if unended and torch._C._current_graph_task_id() == -1:
+            raise ExecutionError(
+                "an earlier backward failed, after which FSDP2 ends no other, and parameters get no more gradients;"
+                " make the model anew, and load what was saved"
+            )
 
     def tell(self, explain: Callable[[BaseException], BaseException]) -> None:
         """Have the collectives raise what `explain` makes of an error."""

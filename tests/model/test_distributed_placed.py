@@ -56,6 +56,7 @@ def test_training_is_that_of_fsdp2_alone(row: str) -> None:
         ("in_one", ("LimitError: process 1 of the group could not", "OptionError: device_limit needs the optimizer")),
         ("too_small", ("InfeasibleError: the training step with its parameters, gradients",) * 2),
         ("kept_gathered", ("ExecutionError: FSDP2 holds whole parameters from before this update",) * 2),
+        ("after_a_failure", ("ExecutionError: an earlier backward failed, after which FSDP2",) * 2),
     ],
 )
 def test_what_is_refused_is_one_sentence_in_all_processes(what: str, sentences: tuple[str, str]) -> None:

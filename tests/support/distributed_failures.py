@@ -5,6 +5,7 @@ on; or all ask for what a `device_limit` refuses there. Prints lines that `test_
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -85,9 +86,20 @@ def kept_gathered() -> None:
     optimizer.step()
 
 
+def after_a_failure() -> None:
+    """FSDP2 alone trains no further."""
+    planned = fully_shard(rotoff.Checkpointable(blocks(True), process_group=True))
+    ask(planned)
+    result = planned(torch.ones(4, 8))
+    result.register_hook(break_off)
+    with suppress(ArithmeticError):
+        result.sum().backward()
+    planned(torch.ones(4, 8))
+
+
 REFUSED: tuple[Callable[[], None], ...] = (
     *(whole, root_not_sharded, without_group, in_one, too_small),
-    kept_gathered,
+    *(kept_gathered, after_a_failure),
 )
 
 
