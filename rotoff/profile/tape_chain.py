@@ -251,7 +251,7 @@ class TapeChain:
         """
         chain = replace(self.chain, parameters=tuple(parameters))
         machine = Machine(chain, rest=at_rest(chain, sequence.ops, sequence.resident))
-        held, ran, turned = Held(self), 0, False
+        held, ran, turned, gone = Held(self), 0, False, 0
         early = early_stops(sequence)
         for n, op in enumerate(sequence):
             turned |= machine.backward_phase and op.kind in COMPUTES
@@ -278,7 +278,8 @@ class TapeChain:
                     level -= self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
             if own:
                 held.follow(machine, op)
-            yield op, level, machine, held
+            yield op, level - gone, machine, held
+            gone += self._let_go[op.stage - 1] if op.kind is OpKind.B else 0
 
     def _gathered(self, ran: int) -> int:
         """Return the most bytes that FSDP2 has gathered, beside what stays, between the first runs of stage `ran` and
@@ -310,6 +311,13 @@ class TapeChain:
             None if op.kind is OpKind.B else size(self.stay.union(held.contents))
             for op, _, _, held in self.followed(sequence)
         ]
+
+    @cached_property
+    def _let_go(self) -> list[int]:
+        """The bytes of what stays that each stage has made, and its backward lets go of: nobody else has it."""
+        made, many = self.trace.made, len(self.trace.ran)
+        alone = [c for c in self.stay if made[c].dies <= many]
+        return [self.trace.size(c for c in alone if run.makes(c)) for run in self.runs]
 
     @cached_property
     def _loss(self) -> dict[frozenset[int], int]:

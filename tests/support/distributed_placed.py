@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from allocated import peak_bytes
-from distributed_steps import peaks, step, whole
+from distributed_steps import let_threads_go, peaks, step, whole
 from models import Does
 from quantized import own as quantized
 from ranks import by_first, everyone, say
@@ -129,19 +128,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "foreach": (stacked, {}, partial(AdamW, lr=1e-2, foreach=True)),
     "trainer": (stacked, {}, partial(AdamW, lr=1e-2)),  # whose callback attaches it
 }
-
-
-def let_threads_go() -> None:
-    """From now on, whoever waits for a collective gives gloo's thread the time to let go of its tensors first: what that
-    thread frees afterwards, the profiler does not see, and counts to the end."""
-    wait = dist.Work.wait
-
-    def waited(work: dist.Work, *args: Any) -> bool:
-        done = wait(work, *args)
-        time.sleep(0.001)
-        return done
-
-    dist.Work.wait = waited  # type: ignore[method-assign]
 
 
 @cache

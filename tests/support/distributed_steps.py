@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -122,7 +123,21 @@ def peaks(
     return within, close, everyone((told, planned.mem_limit, *found))
 
 
+def let_threads_go() -> None:
+    """From now on, whoever waits for a collective gives gloo's thread the time to let go of its tensors first: what that
+    thread frees afterwards, the profiler does not see, and counts to the end."""
+    wait = dist.Work.wait
+
+    def waited(work: dist.Work, *args: Any) -> bool:
+        done = wait(work, *args)
+        time.sleep(0.001)
+        return done
+
+    dist.Work.wait = waited  # type: ignore[method-assign]
+
+
 def main(kind: str) -> None:
+    let_threads_go()
     expected = train(wrap(kind, None)[0], kind)
     for mode in ("joint", "remat", "offload"):
         module, planned = wrap(kind, mode)
