@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -96,6 +97,13 @@ def _seeded() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     if torch is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Convolutions on CUDA give the same bits each time."""
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from torch import nn
 
 import rotoff
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
 
 STANDIN = "STANDIN" in os.environ  # computes on the CPU, so that bits are equal
 CUDA = torch.device("cuda", 0)
@@ -68,12 +68,6 @@ def made(name: str) -> tuple[nn.Module, Any]:
     x = batch()
     x = torch.utils._pytree.tree_map(lambda t: t.to(CUDA) if isinstance(t, torch.Tensor) else t, x)
     return model, x
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        yield
 
 
 class Slowly(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,18 +18,12 @@ from torch import nn
 import rotoff
 from rotoff import accelerator
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
 
 MODES = ["joint", "remat", "offload"]
 FRACTIONS = [0.8, 0.5, 0.3]
 STANDIN = "STANDIN" in os.environ  # tests/cuda_standin, which computes on the CPU
 SIZE = 128 if STANDIN else 1024
-
-
-@pytest.fixture(autouse=True)
-def _deterministic_convolutions() -> Iterator[None]:
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        yield
 
 
 def mean_square() -> nn.Module:

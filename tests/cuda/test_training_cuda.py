@@ -15,7 +15,7 @@ from torch import nn
 
 import rotoff
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("deterministic")]
 
 STANDIN = "STANDIN" in os.environ  # computes on the CPU
 # On a GPU activations of 64 MiB and masks of 16, whole pieces of 2 MiB, which the allocator does not round.
@@ -35,12 +35,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x + self.layers(x))
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        yield
 
 
 def convolutional() -> tuple[nn.Module, torch.Tensor]:

@@ -11,20 +11,15 @@ from torch import nn
 from rotoff.core.chain import Chain, LinkRates
 from rotoff.planning.stages import StagesOption, stages_of
 from rotoff.profile.recorded_step import RecordedStep
-from rotoff.profile.sample_step import run_sample
+from rotoff.profile.sample_step import Loss, run_sample
 from rotoff.profile.tape_chain import begins_of, chain_of
 from rotoff.profile.trace import Trace, trace_of
 from rotoff.tape.contents import Slot
 from rotoff.tape.tape import Known
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(Loss):
     """A loss whose gradient no kernel copies, as fake ones do not."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        ctx.size = output.size()
-        return output.new_ones(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
