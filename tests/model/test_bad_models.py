@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from forced_plans import alike, twins  # noqa: E402
-from models import Does, linears  # noqa: E402
+from models import Does, Kept, members  # noqa: E402
 from planned_steps import Beside  # noqa: E402
 from torch import func, nn  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
@@ -174,14 +174,7 @@ def test_a_model_that_computes_nothing(model: nn.Module) -> None:
             ask(torch.randn(4, 4))
 
 
-class Held:
-    """Looks like nothing that torch knows."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-@pytest.mark.parametrize("batch", [Held, lambda x: UserDict(x=x)], ids=["object", "mapping"])
+@pytest.mark.parametrize("batch", [Kept, lambda x: UserDict(x=x)], ids=["object", "mapping"])
 def test_an_input_that_cannot_be_looked_into_is_trained_as_by_the_plain_model(batch: Any) -> None:
     x = batch(torch.ones(2, 4))
     Beside(Reads(), sample=(x,)).within("joint").step(x)
@@ -428,24 +421,12 @@ def test_a_model_on_the_meta_device_is_for_estimates() -> None:
     assert len(estimate(model, x, device="H200")) > 0
 
 
-def ensemble(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """Members that are mapped over the code of one without bytes, as PyTorch's tutorial on ensembles has it."""
-
-    def run(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(net.template, {"weight": weight, "bias": bias}, (x,))
-
-    weights, biases = (torch.stack([getattr(one, name) for one in net.members]) for name in ("weight", "bias"))
-    return x + torch.vmap(run)(weights, biases).mean(0).relu()
-
-
-def members() -> nn.Module:
-    return Does(ensemble, members=linears(3), template=nn.Linear(32, 32, device="meta"))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_a_model_may_be_on_the_meta_device(mode: str) -> None:
-    x = torch.randn(64, 32)
-    Beside(nn.Sequential(*(members() for _ in range(3))), sample=(x,)).within(mode).step(x)
+    """Members that are mapped over the code of one without bytes."""
+    x, code = torch.randn(64, 32), nn.Linear(32, 32, device="meta")
+    blocks = (Does(lambda net, x: x + net.members(x).relu(), members=members(32, code)) for _ in range(3))
+    Beside(nn.Sequential(*blocks), sample=(x,)).within(mode).step(x)
 
 
 def test_a_planned_model_says_that_it_was_given_a_meta_tensor() -> None:

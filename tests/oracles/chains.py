@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from rotoff import Chain, Form, ParameterGroup, Stage
+from rotoff import Chain, Form, Op, ParameterGroup, Stage
 
 SIZES = st.one_of(st.just(0), st.integers(1, 20), st.integers(1, 300))
 TIMES = st.one_of(st.just(0.0), st.integers(1, 40).map(lambda x: x / 8))
@@ -89,3 +90,7 @@ def uneven(seed: int, stages: int) -> Chain:
         extra = [int(output * rng.random()), int(saved * rng.random()), int(saved * rng.random())]
         found.append(Stage(f"{i}", forward, backward, output, saved, output, *extra))
     return Chain(tuple(found), 10e9, 10e9, input_bytes=found[0].output_bytes)
+
+
+def text(sequence: Iterable[Op]) -> str:
+    return ", ".join(str(op) for op in sequence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import chains
+from oracles.chains import chains, text
 from superneurons_layers import alexnet, chain_of, checkpoints, resnet
 from thoroughness import examples
 
@@ -15,10 +15,6 @@ from rotoff.solver.policies.overlap import operations as overlap_operations
 from rotoff.solver.policies.superneurons import layer_bytes, operations
 
 pytestmark = pytest.mark.full_search
-
-
-def text(sequence) -> str:
-    return ", ".join(str(op) for op in sequence)
 
 
 def uniform(L: int, bandwidth: float = 10.0) -> Chain:

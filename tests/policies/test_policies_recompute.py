@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from oracles.chains import chains
+from oracles.chains import chains, text
 from oracles.exhaustive import Search
 from oracles.recurrences import Recurrences
 from thoroughness import examples
@@ -23,10 +23,6 @@ pytestmark = pytest.mark.full_search
 
 def homogeneous(L: int, u_F: float = 1.0, u_B: float = 2.0) -> Chain:
     return Chain(tuple(Stage("", u_F, u_B, 10, 20) for _ in range(L)), 1.0, 1.0, input_bytes=10)
-
-
-def text(sequence) -> str:
-    return ", ".join(str(op) for op in sequence)
 
 
 # -- rotor
@@ -126,7 +122,7 @@ def test_pofo_golden():
     def made(bandwidth: float) -> str:
         chain = Chain(stages, bandwidth, bandwidth, input_bytes=10)
         peak = simulate(chain, keep_all(chain)).peak_bytes
-        return ", ".join(map(str, solve(chain, peak * 2 // 3, policy="pofo")))
+        return text(solve(chain, peak * 2 // 3, policy="pofo"))
 
     assert made(100.0) == (
         "F_all 1, offload abar 1, F_all 2, offload abar 2, F_all 3, offload abar 3, F_all 4, free abar 1, F_all 5, "

@@ -44,13 +44,13 @@ class Copy:
 
 class CachedLink(Link):
     """Copies at HOT B/s bytes that lie in the caches, at COLD B/s all else; the first of each place takes a second
-    more. `cool`: what kernels do to the caches. room: bytes of the host. Seconds: waits, to go on after a copy; drains, to
+    more. `cool`: what kernels do to the caches. room: bytes of the host. own_room: of the device at once. Seconds: waits, to go on after a copy; drains, to
     look whether copies have ended; starts, to start that of a tensor."""
 
-    def __init__(self, clock: Clock, room: int = 1 << 40, **seconds: float) -> None:
+    def __init__(self, clock: Clock, room: int = 1 << 40, own_room: int = 1 << 40, **seconds: float) -> None:
         self.device = torch.device("cpu")
         self.capacity = 0
-        self._clock, self._room = clock, room
+        self._clock, self._room, self._own_room = clock, room, own_room
         self._seconds = dict.fromkeys(("waits", "drains", "starts"), 0.0) | seconds
         self.filled: list[list[int]] = []  # the bytes of each tensor of a copy back
         self.own: list[int] = []  # bytes that were allocated on the device
@@ -63,6 +63,8 @@ class CachedLink(Link):
         self.capacity = max(self.capacity, nbytes)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self._own_room:
+            raise torch.OutOfMemoryError("no room")
         self.own.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -183,11 +185,7 @@ def test_pinned_memory_is_released_after_measuring_bandwidth(clock: Clock, monke
     assert [link.capacity for link in made] == [0, 100 << 20, 0]
 
 
-def test_little_host_memory_is_enough_for_remat(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_pool, "new_link", lambda *_: TwoWays(clock, (0.5, 0.5), room=20 << 20))
-    monkeypatch.setattr(link_pool, "_shares", {})
-    rates = LinkPool().bandwidth(torch.device("cpu"), 48 << 20)
-    assert rates == (pytest.approx(COLD), pytest.approx(COLD), True, None, None)
+def test_a_host_without_room_for_any_copy_is_an_error(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_pool, "new_link", lambda *_: TwoWays(clock, (0.5, 0.5), room=1 << 19))
     with pytest.raises(rotoff.ExecutionError, match="no room"):
         LinkPool().bandwidth(torch.device("cpu"), 48 << 20)
@@ -198,8 +196,8 @@ class TwoWays(CachedLink):
 
     queues = True
 
-    def __init__(self, clock: Clock, shares: tuple[float, float], room: int = 1 << 40) -> None:
-        super().__init__(clock, room)
+    def __init__(self, clock: Clock, shares: tuple[float, float], **rooms: int) -> None:
+        super().__init__(clock, **rooms)
         self._shares, self.copies = shares, 0
         self._lanes: tuple[list[Copy], list[Copy]] = [], []
 
@@ -242,16 +240,13 @@ def test_both_directions_are_measured_alone_and_together(
     assert link.capacity <= 256 << 20
 
 
-def test_bandwidth_is_measured_without_room_for_both_directions(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(TwoWays):
-        def allocate(self, nbytes: int) -> torch.Tensor:
-            if nbytes > 1 << 20:
-                raise torch.OutOfMemoryError("no room")
-            return super().allocate(nbytes)
-
-    monkeypatch.setattr(link_pool, "new_link", lambda *_: Full(clock, (0.5, 0.5)))
+@pytest.mark.parametrize(("nbytes", "rooms"), [(48 << 20, {"room": 20 << 20}), (1 << 20, {"own_room": 1 << 20})])
+def test_bandwidth_is_measured_without_room_for_both_directions(
+    nbytes: int, rooms: dict[str, int], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_pool, "new_link", lambda *_: TwoWays(clock, (0.5, 0.5), **rooms))
     monkeypatch.setattr(link_pool, "_shares", {})
-    rates = LinkPool().bandwidth(torch.device("cpu"), 1 << 20)
+    rates = LinkPool().bandwidth(torch.device("cpu"), nbytes)
     assert rates == (pytest.approx(COLD), pytest.approx(COLD), True, None, None)
     assert not link_pool._shares
 

@@ -78,6 +78,25 @@ class Stash(torch.autograd.Function):
         return grad * ctx.kept
 
 
+class Kept:
+    """What nobody can look into."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def ensemble(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Runs its members at once, by ``functional_call`` within ``vmap``, as PyTorch's tutorial on ensembles has it."""
+    weights = {k: torch.stack([m.get_parameter(k) for m in net.members]) for k in ("weight", "bias")}
+    call = torch.func.vmap(torch.func.functional_call, in_dims=(None, 0, None))
+    return call(net.template or net.members[0], weights, (x,)).mean(0)
+
+
+def members(width: int, template: nn.Module | None = None) -> nn.Module:
+    """template: whose code is mapped, if not that of a member."""
+    return Does(ensemble, members=linears(3, width), template=template)
+
+
 def split() -> nn.Module:
     """One tensor in, a tuple out."""
     return Does(lambda net, x: (torch.tanh(x), torch.sigmoid(x)))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import Does
+from models import Does, Kept, members
 from step_by_step import Call, Row, error_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -202,17 +202,6 @@ def recurrent(net: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def ensemble(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """Runs its members at once, by ``functional_call`` within ``vmap``."""
-    weights = {k: torch.stack([m.get_parameter(k) for m in net.members]) for k in ("weight", "bias")}
-    call = torch.func.vmap(torch.func.functional_call, in_dims=(None, 0, None))
-    return call(net.members[0], weights, (x,)).mean(0)
-
-
-def members() -> nn.Module:
-    return Does(ensemble, members=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-
-
 row(
     "a hook removed before the backward, compiled",
     step=step_with(
@@ -230,7 +219,7 @@ row(
     room=0.95,
 )(between(mapping))
 row("a mapped cell with a state")(between(lambda: mapping(recurrent)))
-row("an ensemble by functional_call within vmap")(between(members))
+row("an ensemble by functional_call within vmap")(between(lambda: members(WIDTH)))
 
 
 # -- what the forward leaves, and hooks that only autograd sees
@@ -276,13 +265,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 def of_both(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
     result, beside = run(*call[0])
     return result.square().mean() + (beside.x.mean() if beside else 0)
-
-
-class Kept:
-    """What nobody can look into."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
 
 
 @runs(
