@@ -52,6 +52,7 @@ def plan_costs(chains: tuple[Chain, ...], limit: int) -> list[float]:
     costs = [float("inf")] * len(chains)
     for _ in range(3):
         for n, chain in enumerate(chains):
+            remat.solve_slots.cache_clear()
             start = time.process_time()
             solve(chain, limit)
             costs[n] = min(costs[n], time.process_time() - start)

@@ -542,11 +542,14 @@ class StepRunner:
         course.followed(step, hint)
         self._took(key, course, step)
         if course.strayed:
+            cure = "such a step is planned when it recurs"
+            if self.group is not None:
+                cure = "several processes plan the first step alone, so let that one leave nothing out"
             self._say(
                 "astray",
                 "the model's forward made other operations than the planned ones. Its result is that of the plain"
                 " model, and what it saves leaves the device at once, which takes longer, and near the smallest limit"
-                " more bytes than that, until such a step is planned; that happens when it recurs",
+                f" more bytes than that; {cure}",
             )
         return self._noted(result)
 

@@ -7,6 +7,7 @@ depend only on program order (``check=True`` compares them with what the device 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +21,17 @@ from ..tensors.clock import mark, seconds_between
 from .links.base import Link, Ticket
 
 # What following a plan costs where the processor computes: seconds of Python for a stage and for a copy, in caches that
-# the kernels between have emptied, and the share of a copy's time by which kernels beside it take longer. On a GPT, an
-# MLP and a U-Net with steps of 0.04 to 0.5 s these were 48 and 53 microseconds, and 0.3 to 1.
-STAGE_SECONDS, COPY_SECONDS, BESIDE_COPIES = 50e-6, 50e-6, 0.5
+# the kernels between have emptied, and the share of a copy's time by which kernels beside it take longer, where copies
+# have a processor of their own and where not. On a GPT, two MLPs and a U-Net with steps of 0.02 to 0.5 s these were 48
+# and 53 microseconds, 0.3 to 1.7, and 0.7 to 3.
+STAGE_SECONDS, COPY_SECONDS, BESIDE_COPIES = 50e-6, 50e-6, (0.5, 1.0)
 
 
 def following_seconds(trace: Trace, stages: int) -> float:
     """Return the seconds that a step takes longer than the machine's, if the processor that runs Python computes."""
     copies = [event.end - event.start for event in trace.events if event.lane in ("d2h", "h2d")]
-    return STAGE_SECONDS * stages + COPY_SECONDS * len(copies) + BESIDE_COPIES * sum(copies)
+    beside = BESIDE_COPIES[torch.get_num_threads() >= (os.cpu_count() or 1)]
+    return STAGE_SECONDS * stages + COPY_SECONDS * len(copies) + beside * sum(copies)
 
 
 class Recording:
