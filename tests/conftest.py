@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from known_faults import KNOWN_FAULTS, SOMETIMES
+from known_faults import KNOWN_FAULTS
 
 # Of the processes that tests start, too: where each has a thread for every core, they wait for each other most of the
 # time.
@@ -67,8 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        if (reason := KNOWN_FAULTS.get(name, SOMETIMES.get(name))) is not None:
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=name in KNOWN_FAULTS))
+        if (reason := KNOWN_FAULTS.get(name)) is not None:
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
     if torch is not None and torch.cuda.is_available():
         return
     for item in items:

@@ -1,5 +1,4 @@
-"""Tests that say what rotoff does not do yet, and why. Each of the first table must fail: one that passes is to be taken
-out. Those of the second fail in some runs."""
+"""Tests that say what rotoff does not do yet, and why. Each must fail: one that passes is to be taken out."""
 
 from __future__ import annotations
 
@@ -21,11 +20,4 @@ KNOWN_FAULTS = {
         )
         for updates in ("after", "during")
     },
-}
-
-SOMETIMES = {
-    "model/test_distributed.py::test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan[fsdp]": (
-        "FSDP2's gradients are freed when a thread of gloo has summed them up: under load the backward holds more of them,"
-        " and moving what is saved does not lower the peak"
-    ),
 }
