@@ -35,7 +35,7 @@ def deep(n: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize(
     ("build", "step", "memory"),
-    [(rows, 1000, 2**24), pytest.param(deep, 4, 598_000, marks=pytest.mark.slow)],
+    [(rows, 1000, 2**24), pytest.param(deep, 4, 599_024, marks=pytest.mark.slow)],
 )
 def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int, memory: int) -> None:
     """Of many layers, the optimizer's counters alone stay on the device, some bytes each."""
